@@ -7,8 +7,8 @@ import re
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -22,7 +22,7 @@ from .checkpoints._convert.encode import Implementation
 from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
-from .checkpoints._files.files import checked_path, existing_parent
+from .checkpoints._files.files import RECORD, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints.compare import diff, inspect
@@ -100,6 +100,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(message, hint=f"{self.prog} --help")
 
+    def _print_message(self, message: str, file: object = None) -> None:  # argparse's own ignores a full disk
+        _show(message.removesuffix("\n"))
+
 
 _EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
 _OUTPUT = "output: a new or empty directory"
@@ -112,56 +115,61 @@ def _parser() -> argparse.ArgumentParser:
     text = "NVFP4 for JAX: Hugging Face checkpoints, and what runs here."
     parser = _Parser(prog="jnvfp4", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"jnvfp4 {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    # A shorter metavar makes the column too narrow for dequantize.
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND [-h]", parser_class=_Parser)
 
     def command(run: Run, text: str, more: str = "", example: str = "", **paths: str) -> argparse.ArgumentParser:
         name = run.__name__.removeprefix("_")
-        description = f"{text[0].upper()}{text[1:]}.{more}"
-        if example:
-            description += f"\n\nexample: jnvfp4 {name} {example}"
-        raw, parents = argparse.RawDescriptionHelpFormatter, [common] if run in (_convert, _support) else [common, json]
-        p = commands.add_parser(name, help=text, description=description, parents=parents, formatter_class=raw)
+        p = commands.add_parser(
+            name,
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.{more}",
+            epilog=f"example: jnvfp4 {name} {example}" if example else None,
+            parents=[common] if run in (_convert, _support) else [common, json],
+        )
         _positional(p.add_argument, **paths)
         p.set_defaults(run=run)
         return p
 
-    more = " SOURCE and OUTPUT come first, since some options take\nseveral values."
+    more = " SOURCE and OUTPUT come first, since some options take several values."
     _convert_arguments(command(_convert, "quantize a checkpoint", more))
-    text = "describe a checkpoint: layout, unquantized tensors, groups, sizes"
+    text = "describe a checkpoint: layout, kept tensors, groups, sizes"
     command(_inspect, text, example="MODEL-NVFP4", source="the checkpoint")
     more = (
-        " Codes\nare not read, only headers, scales and configs. Each rule says which loaders break and what to do."
-        "\nExit code 1 says that something is found, or left after --fix; notes do not count."
+        " Codes are not read, only headers, scales and configs. Each rule says which loaders break and what to do. "
+        "Exit code 1 says that something is found, or left after --fix; notes do not count."
     )
-    text = "find what breaks loaders of an NVFP4 checkpoint, of any software"
+    text = "find what breaks loaders of any software's NVFP4 checkpoint"
     p = command(_lint, text, more, "MODEL-NVFP4 --fix OUTPUT", source="the checkpoint")
     text = "write a checkpoint with scales and configs mended, and the same codes, into a new or empty directory"
     p.add_argument("--fix", type=Path, metavar="OUTPUT", help=text)
     text = "ranks of tensor parallelism that must not cut blocks (without it: a note about 2, 4 and 8)"
     p.add_argument("--ranks", type=_count, metavar="N", help=text)
-    more = " The last\nline gives the verdict. Exit code 5: the checkpoint is not verified."
+    more = " The last line gives the verdict. Exit code 5: the checkpoint is not verified."
     paths = {"source": "the checkpoint that was converted", "output": "the converted checkpoint"}
     p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4", **paths)
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
-    text = "write a checkpoint in another layout, with the same codes and block scales"
+    text = "write another layout, with the same codes and block scales"
     paths = {"source": "the checkpoint", "output": _OUTPUT}
     p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors", **paths)
-    p.add_argument("--format", choices=LAYOUTS, required=True, help="layout of the output")
+    p.add_argument(
+        "--format", choices=LAYOUTS, required=True, metavar="LAYOUT", help=f"layout of the output: {', '.join(LAYOUTS)}"
+    )
     p = command(_dequantize, "decode a checkpoint to 16 or 32 bits", example="MODEL-NVFP4 OUTPUT --dtype bf16", **paths)
     p.add_argument("--dtype", choices=("bf16", "f16", "f32"), default="bf16", help="dtype of the decoded weights")
     more = (
-        " Tensors\nare compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those"
-        "\nthat describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that"
-        "\nsomething differs."
+        " Tensors are compared, and every entry of config.json and hf_quant_config.json (of two layouts, not those "
+        "that describe the quantization). Tokenizers and other files are not compared. Exit code 1 says that "
+        "something differs."
     )
     text = "count where two checkpoints differ, in tensors and in configs"
     paths = {"first": "a checkpoint", "second": "another checkpoint, of any layout"}
     command(_diff, text, more, "MODEL-A MODEL-B", **paths)
     more = (
-        " Every\nGEMM kernel and the plain quantizers compute known answers; --full checks all recipes, with"
-        "\nmore operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
+        " Every GEMM kernel and the plain quantizers compute known answers; --full checks all recipes, with more "
+        "operands. GPUs newer than Hopper always get all checks. Exit code 5 says that a kernel is wrong."
     )
     p = command(_doctor, "show what was built and what runs here, and check its bits", more)
     p.add_argument("--full", action="store_true", help="run all checks (under a minute), as for a report of a bug")
@@ -191,6 +199,9 @@ def _option(add: Add, name: str, text: str, **more: Any) -> None:
 
 
 def _convert_arguments(p: argparse.ArgumentParser) -> None:
+    p.usage = """%(prog)s SOURCE OUTPUT [files] [quantization] [selection]
+                      [activations] [other models] [speed] [display]"""
+
     def group(title: str, example: str) -> tuple[Add, Callable[..., None]]:
         add = p.add_argument_group(title, f"example: jnvfp4 convert {example}").add_argument
         return add, partial(_option, add)
@@ -202,7 +213,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="continue an interrupted conversion")
     add("--overwrite", action="store_true", help="accept an output that has files")
 
-    add, option = group("how weights are quantized", "MODEL OUTPUT --format te --recipe row-scaled")
+    add, option = group("quantization", "MODEL OUTPUT --format te --recipe row-scaled")
     option("layout", "layout of the output (default modelopt)")
     recipes = ("nvfp4", "4over6", "row-scaled")
     add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
@@ -212,8 +223,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     option("share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
     option("share_qkv", "give q, k and v global scales of their own")
 
-    example = 'MODEL OUTPUT --ignore "*.o_proj" --num-layers-at-end-in-bf16 2'
-    add, option = group("which weights are quantized", example)
+    add, option = group("selection", 'MODEL OUTPUT --ignore "*.o_proj" --strict')
     pattern = "a module and all below it, re: and an expression, or a name with *"
     option("preset", "quantize all projections, or only experts")
     option("targets", f"quantize only these weights: {pattern}", metavar="PATTERN")
@@ -237,18 +247,18 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     option("on_missing_amax", "siblings: an expert that the file does not name has the largest amax of its siblings")
     option("kv_cache", "KV cache that the config asks for (default none)")
 
-    add, option = group("models of other kinds", "MODEL OUTPUT --experts per-expert")
+    add, option = group("other models", "MODEL OUTPUT --experts per-expert")
     option("experts", "leave experts as they are, give each its own tensors, or put all in one")
     option("expert_layout", _EXPERT_LAYOUT)
     option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks) or MXFP4 (gpt-oss)")
 
-    add, option = group("speed (the output is the same with any)", "MODEL OUTPUT --device cuda:0 --workers 4")
+    add, option = group("speed", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
-    add("--backend", choices=_IMPLEMENTATIONS, default="auto", help="which kernels to use")
+    add("--backend", choices=_IMPLEMENTATIONS, default="auto", help="kernels that quantize, to the same bytes")
     option("chunk_bytes", "bytes of a weight processed at once (default 64MiB)", type=_size, metavar="SIZE")
     add("--workers", type=_count, default=2, metavar="N", help="tensors processed at once (default 2)")
 
-    add, _ = group("what is shown", "MODEL OUTPUT --dry-run")
+    add, _ = group("display", "MODEL OUTPUT --dry-run")
     add("--report", type=Path, metavar="DIR", help="verify, and write report.json, .csv and .png into DIR")
     add("--dry-run", action="store_true", help="show what would be done, write nothing")
     add("--json", action="store_true", help="print JSON instead of text")
@@ -304,18 +314,24 @@ def _convert(a: argparse.Namespace) -> Exit:
         return _show(plan if a.json else console.plan_table(plan))
     if a.report is not None:
         _check_directory(a.report)
-    with console.progress(source.nbytes, quiet=a.quiet) as on_progress:
-        result = convert_checkpoint(
-            model,
-            a.output,
-            options,
-            device=_device(a.device, a.backend),
-            implementation=_IMPLEMENTATIONS[a.backend],
-            workers=a.workers,
-            overwrite=a.overwrite,
-            resume=a.resume,
-            on_progress=on_progress,
-        )
+    try:
+        with console.progress(source.nbytes, quiet=a.quiet) as on_progress:
+            result = convert_checkpoint(
+                model,
+                a.output,
+                options,
+                device=_device(a.device, a.backend),
+                implementation=_IMPLEMENTATIONS[a.backend],
+                workers=a.workers,
+                overwrite=a.overwrite,
+                resume=a.resume,
+                on_progress=on_progress,
+            )
+    except KeyboardInterrupt:
+        if not (a.output / RECORD).is_file():
+            raise
+        text = "interrupted; finished shards are kept"
+        raise CommandError(text, hint="--resume goes on", code=Exit.INTERRUPTED) from None
     if not a.quiet:
         for warning in result.warnings:
             _warn(warning)
@@ -395,7 +411,9 @@ def _diff(a: argparse.Namespace) -> Exit:
 
 
 def _doctor(a: argparse.Namespace) -> Exit:
-    found = doctor.report(a.full) if a.json else {"ok": doctor.doctor(a.full)}
+    with _writing_stdout():
+        found = doctor.report(a.full) if a.json else {"ok": doctor.doctor(a.full)}
+        sys.stdout.flush()
     if a.json:
         _show(found)
     if not found["ok"]:
@@ -408,46 +426,51 @@ def _support(a: argparse.Namespace) -> Exit:
 
 
 def _show(result: object) -> Exit:
-    try:
+    with _writing_stdout():
         console.say(result, sys.stdout, indent=2)
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        _drop_stdout()
-        raise CheckpointError(f"cannot be written ({e.strerror})", file="stdout", code=Exit.IO) from e
     return Exit.OK
 
 
-def _drop_stdout() -> None:
-    """Discards the buffered output, since nobody reads it and Python would write it again at the end."""
-    with suppress(OSError):  # text in memory has no descriptor
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+@contextmanager
+def _writing_stdout() -> Iterator[None]:
+    """Says that stdout could not be written, unless the error is about a file or a reader that has gone."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename or isinstance(e, BrokenPipeError):
+            raise
+        console.discard(sys.stdout)
+        raise CheckpointError(f"cannot be written ({e.strerror})", file="stdout", code=Exit.IO) from e
+
+
+def _open_closed_streams() -> None:
+    """Opens the standard streams that the caller has closed, so that no file of a checkpoint takes their descriptors.
+
+    What is written to stderr is lost then, and to write to stdout is the error that the system makes of it.
+    """
+    for name, flags in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:  # the system gives the lowest descriptor that is free
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, closefd=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Results go to stdout as JSON or a table, errors to stderr."""
-    try:
-        try:
-            return _main(list(sys.argv[1:] if arguments is None else arguments))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader stopped reading, as head does
-        _drop_stdout()
-        return _BROKEN_PIPE
-
-
-def _main(arguments: list[str]) -> int:
+    _open_closed_streams()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         a = _parser().parse_args(arguments)
         return int(a.run(a))
+    except BrokenPipeError:  # the reader stopped reading, as head does
+        console.discard(sys.stdout)
+        return _BROKEN_PIPE
     except (CommandError, OSError) as e:
-        if isinstance(e, BrokenPipeError) or "--debug" in arguments:
+        if "--debug" in arguments:
             raise
         if isinstance(e, OSError):
             e = CommandError(f"{e.filename or 'a file'}: {e.strerror}", code=Exit.IO)
         console.say(f"error: {e.renamed(_flag) if isinstance(e, OptionError) else e}", sys.stderr)
         return int(e.code)
     except KeyboardInterrupt:
-        hint = "; finished shards are kept\nhint: --resume goes on" if "convert" in arguments else ""
-        print(f"error: interrupted{hint}", file=sys.stderr)
+        console.say("error: interrupted", sys.stderr)
         return int(Exit.INTERRUPTED)

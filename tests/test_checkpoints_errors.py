@@ -304,6 +304,7 @@ def unfit(dtype, shape):
 
 UNFIT = {
     "I32": (unfit("I32", (16, 32)), "dtype I32", "has dtype I32; expected a float dtype"),
+    "I8": (unfit("I8", (16, 32)), "dtype I8", "has dtype I8"),
     "U8": (unfit("U8", (16, 32)), "dtype U8", "has dtype U8"),
     "FP8": (unfit("F8_E4M3", (16, 32)), "dtype F8_E4M3", "has dtype F8_E4M3"),
     "F64": (unfit("F64", (16, 32)), "dtype F64", "has dtype F64"),
@@ -329,6 +330,17 @@ def test_weights_that_are_unfit(tmp_path, case, capsys):
     converted(directory, tmp_path)
     entry = open_source(tmp_path / "out").entry(name)
     assert (entry.tag, entry.shape) == (tensor[0], tensor[1].shape)
+
+
+def test_weights_that_only_their_dtype_keeps_have_a_warning(tmp_path, capsys):
+    kept = ("mlp.gate.weight", "lm_head.weight", "ids", "vision.fc.weight", "ignored.k_proj.weight")
+    tensors = {DOWN: weight(16, 32), **dict.fromkeys((*kept, "y.o_proj.weight"), unfit("I8", (16, 32)))}
+    tensors |= {"mlp.experts.w1": unfit("I8", (2, 16, 32)), "z.o_proj.weight": unfit("F8_E4M3", (16, 32))}
+    model = model_of(tmp_path / "in", tensors)
+    assert main(["convert", str(model), str(tmp_path / "out"), "--weight-only", "--ignore", "ignored"]) == 0
+    text = "warning: weights of dtype {} are kept, as only BF16, F16, F32 are quantized: {}"
+    named = [("I8", "mlp.experts.w1, y.o_proj.weight"), ("F8_E4M3", "z.o_proj.weight")]
+    assert capsys.readouterr().err.splitlines() == [text.format(*two) for two in named]
 
 
 def test_k_must_be_a_multiple_of_16(tmp_path, capsys):

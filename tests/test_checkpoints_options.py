@@ -6,7 +6,10 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -18,6 +21,7 @@ from checkpoints import (
     TE_MODELOPT,
     UP,
     draw_nothing,
+    environment,
     files_of,
     model_of,
     refused,
@@ -35,12 +39,13 @@ from jnvfp4.checkpoints import (
     Record,
     VerificationError,
     convert_checkpoint,
+    inspect,
     repack_checkpoint,
     verify_checkpoint,
 )
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files.source import open_source
-from jnvfp4.checkpoints.console import table
+from jnvfp4.checkpoints.console import inspect_table, table
 from jnvfp4.cli import main
 
 DOCS = Path(__file__).parents[1] / "docs" / "checkpoints.md"
@@ -333,17 +338,30 @@ def help_of(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
+def every_help(capsys) -> list[str]:
+    top = help_of(capsys)
+    commands = re.findall(r"^    (\S+)  +\S", top, re.M)
+    assert commands == [*COMMANDS, "doctor", "support"]
+    return [top, *(help_of(capsys, command) for command in commands)]
+
+
 def test_help_says_what_every_option_is_for(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    top = help_of(capsys)
-    commands = re.search(r"\{(.*?)\}", top)[1].split(",")
-    assert "convert" in commands
-    for text in (top, *(help_of(capsys, command) for command in commands)):
+    for text in every_help(capsys):
         assert "--debug" in text
         options = re.findall(r"^  (-\S.*?)(?:  +|\n {20,})(\S.*)?$", text.partition("options:")[2], re.M)
         listed = re.findall(r"^  (-\S+)", text, re.M)
         assert len(options) == len(listed) > 0
         assert all(explanation for _, explanation in options)
+
+
+def test_help_is_wrapped_at_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for text in every_help(capsys):
+        usage, description = (part.splitlines() for part in text.split("\n\n")[:2])
+        assert len(usage) <= 3
+        assert all(len(line) < 80 for line in text.splitlines())
+        assert all(len(line) + 1 + len(after.split()[0]) > 78 for line, after in pairwise(description))
 
 
 def test_version_and_a_doctor_that_finds_something(monkeypatch, capsys):
@@ -373,7 +391,7 @@ def test_options_of_the_page_exist(capsys):
 def test_options_are_in_groups_with_an_example_each(capsys):
     text = help_of(capsys, "convert")
     groups = re.findall(r"^(\S.*):\n  example: ", text, re.M)
-    assert len(groups) == 7
+    assert re.findall(r"\[(.*?)\]", text.partition("\n\n")[0]) == groups
     listed = [len(re.findall(r"^  -", part, re.M)) for part in re.split(r"^\S.*:\n  example: ", text, flags=re.M)[1:]]
     assert all(2 <= n <= 15 for n in listed)
 
@@ -502,12 +520,69 @@ def test_stdout_may_be_text_in_memory(monkeypatch):
         assert "modelopt" in sys.stdout.getvalue()
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_behind_stdout(monkeypatch, capsys):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(["inspect", str(TE_MODELOPT)]) == 6
-    assert capsys.readouterr().err == "error: stdout: cannot be written (No space left on device)\n"
+PRINTING = [[command, "--help"] for command in COMMANDS]
+PRINTING += [["--version"], ["inspect", str(TE_MODELOPT)], ["support"], ["doctor"], ["doctor", "--json"]]
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+unwritable = pytest.mark.parametrize("stream", ["closed", pytest.param("/dev/full", marks=needs_full)])
+
+
+def opened(stream):
+    """A stream that the caller has closed, by ``>&-``, is None."""
+    return nullcontext() if stream == "closed" else open(stream, "w")
+
+
+@unwritable
+@pytest.mark.parametrize("arguments", PRINTING, ids=lambda arguments: " ".join(Path(a).name for a in arguments))
+def test_a_stdout_that_cannot_be_written(monkeypatch, capsys, stream, arguments):
+    monkeypatch.setattr(cli.doctor, "report", lambda full: {"ok": True})
+    monkeypatch.setattr(cli.doctor, "doctor", lambda full: print("ok"))
+    with opened(stream) as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(arguments) == 6
+    reason = "Bad file descriptor" if stream == "closed" else "No space left on device"
+    assert capsys.readouterr().err == f"error: stdout: cannot be written ({reason})\n"
+
+
+@unwritable
+def test_a_stderr_that_cannot_be_written_changes_no_exit_code(model, tmp_path, monkeypatch, capsys, stream):
+    with opened(stream) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert main(["convert", str(model), str(tmp_path / "out")]) == 0  # with a warning
+        assert main(["inspect", str(tmp_path / "none")]) == 3
+    assert capsys.readouterr().out.startswith("quantized  3 weights\n")
+
+
+def test_no_file_takes_the_descriptor_of_a_closed_stream(model):
+    """Into which libraries would write their messages."""
+    code = "import os, sys; from jnvfp4.cli import main; sys.exit(10 * main(sys.argv[1:]) + os.open(os.devnull, 0))"
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, "inspect", str(model)]
+    assert subprocess.run(shell, env=environment(), timeout=120).returncode == 10 * Exit.IO + 3
+
+
+def test_inspect_merges_what_differs_in_the_numbers_of_layers_and_experts():
+    """All layers but 3 have two experts, layer 3 has a third one."""
+    experts = [(layer, expert) for layer in range(12) for expert in range(2 + (layer == 3))]
+    roles = [[f"layers.{i}.q_proj", f"layers.{i}.k_proj"] for i in (2, 0, 10, 11)]
+    description = inspect(TE_MODELOPT) | {
+        "kept": ["norm", "w.0", "w.1", *(f"layers.{layer}.mlp.{e}.weight0" for layer, e in experts), "w.02", "a1.b"],
+        "groups": [*roles, ["a", "b"], ["a.0.x", "b.0.x"], ["a.1.x", "b.1.x"]],
+        "fp8": {"layers.1.o_proj": "tensor", "layers.2.o_proj": "tensor", "layers.3.o_proj": "channel"},
+    }
+    lines = inspect_table(description).splitlines()
+    assert lines[lines.index("FP8        layers.{1-2}.o_proj, tensor") :] == [
+        "FP8        layers.{1-2}.o_proj, tensor",
+        "FP8        layers.3.o_proj, channel",
+        "kept       norm",
+        "kept       w.{0-1}",
+        "kept       layers.{0-2,4-11}.mlp.{0-1}.weight0",
+        "kept       layers.3.mlp.{0-2}.weight0",
+        "kept       w.02",
+        "kept       a1.b",
+        "group      layers.{0,2,10-11}: q_proj, k_proj",
+        "group      a, b",
+        "group      a.0.x, b.0.x",
+        "group      a.1.x, b.1.x",
+    ]
 
 
 def test_one_long_name_does_not_widen_all_lines():

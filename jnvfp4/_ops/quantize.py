@@ -262,7 +262,8 @@ def dequantize(
 
     Returns:
       [..., M, K] of ``dtype``: for a code q and its scale s, cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max))))),
-      where fl is one rounding to float32. If amax is above FLT_MAX / 448, ``s * amax`` may overflow to infinity.
+      where fl is one rounding to float32. If amax is above FLT_MAX / 448, ``s * amax`` overflows for the largest s, and
+      codes of 0 then give NaN, others infinity.
 
     Raises:
       ValueError, TypeError: a tensor or argument does not fit; the message names it.

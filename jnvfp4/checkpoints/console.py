@@ -1,10 +1,12 @@
 """Shows a person the progress of a conversion on stderr, and tables of plans and checkpoints."""
 
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -12,7 +14,7 @@ from typing import TextIO
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
 from ._files.safetensors import JSON
-from ._layouts.names import module_of
+from ._layouts.names import module_of, split_role
 from .compare import Difference
 from .convert import Result
 from .rules import RULES, Finding
@@ -21,10 +23,14 @@ from .verify import SUSPICIOUS, Record
 SECONDS = 10.0  # between two lines, if stderr is no terminal
 _WIDEST = 100  # characters of a column
 _MOST_LINES = 10  # about what one rule found
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]*)(?=[.:,]|$)")  # a part of a name
 
 
 def say(value: object, stream: TextIO, indent: int | None = None) -> None:
-    """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped."""
+    """Prints text, or another value as JSON. Characters that the stream cannot encode are escaped.
+
+    What stderr does not take is lost: it changes neither what a command does nor its exit code.
+    """
     encoding = getattr(stream, "encoding", None) or "utf-8"  # text in memory has none
     text = value if isinstance(value, str) else json.dumps(value, indent=indent, ensure_ascii=False)
     try:
@@ -32,7 +38,18 @@ def say(value: object, stream: TextIO, indent: int | None = None) -> None:
     except UnicodeEncodeError:
         escaped = text.encode(encoding, "backslashreplace").decode(encoding)
         text = escaped if isinstance(value, str) else json.dumps(value, indent=indent)
-    print(text, file=stream, flush=True)
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        if stream is not sys.stderr:
+            raise
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Discards what a stream has buffered and is given later, since Python would write it again at the end."""
+    with suppress(OSError), open(os.devnull, "wb") as nothing:  # text in memory has no descriptor
+        os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager
@@ -219,12 +236,35 @@ def inspect_table(checkpoint: JSON) -> str:
         *(f"{tag:<10} {nbytes} bytes" for tag, nbytes in c["dtypes"].items()),
     ]
     if c["layout"]:
-        lines += [
-            f"quantized  {len(c['quantized'])} weights, {c['ratio_to_16_bits']:.3f} of the bytes at 16 bits",
-            *(f"FP8        {module}, {granularity}" for module, granularity in c["fp8"].items()),
-            *(f"AWQ        {name}, multiplies the activations" for name in c["pre_quant_scales"]),
-            *(f"KV scale   {name}" for name in c["kv_scales"]),
-            *(f"kept       {name}" for name in c["kept"]),
-            *(f"group      {', '.join(group)}" for group in c["groups"]),
-        ]
+        lines.append(f"quantized  {len(c['quantized'])} weights, {c['ratio_to_16_bits']:.3f} of the bytes at 16 bits")
+        named = [f"FP8        {module}, {granularity}" for module, granularity in c["fp8"].items()]
+        named += [f"AWQ        {name}, multiplies the activations" for name in c["pre_quant_scales"]]
+        named += [f"KV scale   {name}" for name in c["kv_scales"]]
+        named += [f"kept       {name}" for name in c["kept"]]
+        named += [f"group      {_in_one(group)}" for group in c["groups"]]
+        lines += _merged(named)
     return "\n".join([*lines, *_warnings(checkpoint)])
+
+
+def _in_one(modules: Sequence[str]) -> str:
+    """Names the modules of a group, and their parent once if they have the same: layers.0.mlp: gate_proj, up_proj."""
+    parents, roles = zip(*map(split_role, modules), strict=True)
+    return f"{parents[0][:-1]}: {', '.join(roles)}" if parents[0] and len({*parents}) == 1 else ", ".join(modules)
+
+
+def _merged(lines: list[str]) -> list[str]:
+    """Merges lines that differ in one number, that of a layer or an expert, into one with all its values: {0-11}."""
+    for place in reversed(range(max((len(_NUMBER.findall(line)) for line in lines), default=0))):
+        values: dict[tuple[str, str], set[int]] = {}  # by what is before and after the number
+        for line in lines:
+            parts = _NUMBER.split(line, place + 1)
+            number = {int(parts.pop(-2))} if len(parts) == 2 * place + 3 else set()
+            values.setdefault(("".join(parts[:-1]), parts[-1]), set()).update(number)
+        lines = [f"{before}{_ranges(numbers)}{after}" for (before, after), numbers in values.items()]
+    return lines
+
+
+def _ranges(numbers: set[int]) -> str:
+    first, last = (sorted(n for n in numbers if n + step not in numbers) for step in (-1, 1))
+    ranges = ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(first, last, strict=True))
+    return f"{{{ranges}}}" if len(numbers) > 1 else ranges

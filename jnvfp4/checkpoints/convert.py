@@ -84,8 +84,8 @@ def convert_checkpoint(
     """
     output = checked_path(output)
     plan = make_plan(open_source(Path(source)), options or ConvertOptions())
-    _check_output(plan, output, overwrite, resume)
     record = ResumeRecord(output, plan.source, plan.options)
+    _check_output(plan, output, overwrite, resume, record)
     if resume:
         record.resume()
     _check_space(plan, output, record)
@@ -100,7 +100,7 @@ def convert_checkpoint(
     try:
         output.mkdir(parents=True, exist_ok=True)
         with locked(output):
-            _check_output(plan, output, overwrite, resume)  # again: another conversion may have finished
+            _check_output(plan, output, overwrite, resume, record)  # again: another conversion may have finished
             removed = _remove_leftovers(plan, output, resume)
             with unfinished(output, record.state, lambda: record.shards):
                 seconds = _write_shards(writer, output, record)
@@ -115,7 +115,7 @@ def convert_checkpoint(
 
 
 # ---------------------------------------------------------------- checks
-def _check_output(plan: Plan, output: Path, overwrite: bool, resume: bool) -> None:
+def _check_output(plan: Plan, output: Path, overwrite: bool, resume: bool, record: ResumeRecord) -> None:
     def wrong(observed: str, expected: str, hint: str = "", file: Path = output) -> CheckpointError:
         return CheckpointError(observed, expected, file=file, code=Exit.USAGE, hint=hint)
 
@@ -125,12 +125,13 @@ def _check_output(plan: Plan, output: Path, overwrite: bool, resume: bool) -> No
         raise wrong("is the source", "another directory")
     if not output.is_dir():
         raise wrong("is a file", "a directory")
-    if any(output.iterdir()) and not (overwrite or resume):
-        raise wrong("is not empty", "an empty or new directory", "--resume goes on, --overwrite starts again")
     foreign = next((path for path in sorted(output.glob(f"*{SHARD}")) if not _is_converted(path)), None)
     if foreign is not None and not resume:
         hint = "--overwrite removes no other: move it away, or use another directory"
         raise wrong("was not written by a conversion", "only shards that were", hint, foreign)
+    if any(output.iterdir()) and not (overwrite or resume):
+        hint = f"{'--resume goes on, ' * record.fits()}--overwrite starts again"
+        raise wrong("is not empty", "an empty or new directory", hint)
 
 
 def _is_converted(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """Decides which weights are quantized, and why the others are left in high precision."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 from ..._core.patterns import layer_of, matches, names_exactly
@@ -96,19 +96,33 @@ def _kind(entry: Planned, module: str, options: ConvertOptions) -> str:
     only_experts = options.preset == "moe-experts"
     for applies, verb, observed, expected in (
         (len(entry.shape) != 2 and not is_expert_stack(entry), "has", f"rank {len(entry.shape)}", "rank 2"),
-        (entry.tag not in FLOATS, "has", f"dtype {entry.tag}", "a float dtype"),
         (is_router(module), "is", "a router", "a projection: routers are never quantized"),
         (is_head(module), "is", "a head", "a projection: loaders keep heads"),
         (is_embedding(module) and not wanted, "", "embedding", ""),
         (is_other(module) and not wanted, "", "no projection of the language model", ""),
         (only_experts and not is_expert(entry.name) and not wanted, "", "no expert", ""),
         (0 in entry.shape, "has", f"shape {list(entry.shape)}", "no empty axis"),
+        (entry.tag not in FLOATS, "has", _dtype(entry), "a float dtype"),  # last: alone it has a warning
     ):
         if applies and wanted:
             raise CheckpointError(f"{verb} {observed}", expected, tensor=entry.name, hint="--targets names it")
         if applies:
             return observed
     return ""
+
+
+def _dtype(entry: Planned) -> str:
+    return f"dtype {entry.tag}"
+
+
+def _of_other_dtypes(choices: Iterable[Choice]) -> list[str]:
+    """Warns of the weights that only their dtype keeps, since their values may be codes of another quantizer."""
+    names: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.reason == _dtype(choice.entry):
+            names.setdefault(choice.reason, []).append(choice.entry.name)
+    kept = f"are kept, as only {', '.join(FLOATS)} are quantized"
+    return [f"weights of {dtype} {kept}: {', '.join(of)}" for dtype, of in names.items()]
 
 
 def _check_layers(layers: int | None, o: ConvertOptions) -> None:
@@ -140,7 +154,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     """Decides about every tensor. A group is quantized as a whole or not at all.
 
     Returns:
-      the choice for each tensor by name, the groups that are quantized, and warnings about other or incomplete groups.
+      the choice for each tensor by name, the groups that are quantized, and warnings about dtypes and groups.
 
     Raises:
       CheckpointError: a rule matches nothing, a weight cannot be quantized, gate or up is missing, members of a group
@@ -155,7 +169,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
         if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
     groups = groups_of(modules, options.share, options.share_qkv)
-    warnings: list[str] = []
+    warnings = _of_other_dtypes(choices.values())
     for group in groups:
         members = [choices[tensor_of(choices, m)] for m in group.members]
         changed, odd = _as_a_whole(group, members, options.strict)

@@ -70,6 +70,14 @@ class ResumeRecord:
                 raise self._refusal(f"was begun with other {key}: {', '.join(changed)}", "the same")
         self.state["shards"] = old["shards"]
 
+    def fits(self) -> bool:
+        """Tells whether ``resume`` would go on with what is in the output."""
+        try:
+            self.resume()
+        except CheckpointError:
+            return False
+        return self.is_kept
+
     def _refusal(self, observed: str, expected: str) -> CheckpointError:
         return CheckpointError(observed, expected, file=self._path, code=Exit.USAGE, hint="--overwrite starts again")
 
