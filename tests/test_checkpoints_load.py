@@ -27,7 +27,7 @@ from jnvfp4.checkpoints import (
     verify_checkpoint,
 )
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, Source
-from jnvfp4.checkpoints._layouts.configs import config_files
+from jnvfp4.checkpoints._layouts.base import Quantization
 from jnvfp4.checkpoints._layouts.layouts import LAYOUTS
 from jnvfp4.cli import main
 
@@ -55,7 +55,7 @@ def nvfp4_with(directory, layout="modelopt", tensors=(), change=lambda config, h
         parts.global_scale: ("F32", np.ones(1, np.float32)),
         **({parts.activation: ONE} if parts.activation else {}),
     }
-    files = config_files(layout, {}, ["lm_head"], weight_only=False)
+    files = LAYOUTS[layout].config_files({}, Quantization(["lm_head"], weight_only=False))
     config, hf_quant = files[CONFIG], files.get(HF_QUANT)
     change(config, hf_quant)
     out = write_model(directory / "nvfp4", {"model.safetensors": stored | dict(tensors)}, config)

@@ -1,7 +1,7 @@
 """Checkpoints as they are published: NVFP4 beside FP8, AWQ's factors, scales of a KV cache; FP8 and MXFP4 as sources.
 
 The fixtures have the names, dtypes and shapes that vLLM and transformers read and Model Optimizer and llm-compressor
-write: see ``jnvfp4/checkpoints/_layouts/fp8.py``, ``Stored``, ``kv_scale_in`` and ``_convert/mxfp4.py``. The values are
+write: see ``jnvfp4/checkpoints/_layouts/fp8.py``, ``Stored``, ``kv_scale`` and ``_convert/mxfp4.py``. The values are
 those of a plain NumPy model.
 """
 

@@ -163,7 +163,7 @@ def test_missing_members(tmp_path, roles, warnings):
 
 
 # ---------------------------------------------------------------- names of any kind
-SUFFIXES = {s for x in LAYOUTS.values() for s in (x.codes, x.scales, x.global_scale, x.activation) if s}
+SUFFIXES = {s for x in LAYOUTS.values() for s in x.suffixes if s}
 PARTS = (
     *("", "x", "y", " ", "*", "re:(", "[a-", "\n", "\0", "\u00e9", "e\u0301", "\U0001f600", "/", "..", "x" * 300),
     *("model", "layers", "0", "1", "mtp", "decoder", "experts", "mlp", "gate", "lm_head", "norm", "weight"),

@@ -16,8 +16,8 @@ from jnvfp4.checkpoints._convert.options import ConvertOptions
 from jnvfp4.checkpoints._files.errors import CheckpointError, Exit
 from jnvfp4.checkpoints._files.safetensors import File
 from jnvfp4.checkpoints._files.source import CONFIG, open_source
-from jnvfp4.checkpoints._layouts.layouts import FLOAT_MAX, LayoutName, decode_scale, encode_scale
-from jnvfp4.checkpoints._layouts.loaders import checked_ignore_list, ignore_list
+from jnvfp4.checkpoints._layouts.base import FLOAT_MAX, decode_scale, encode_scale
+from jnvfp4.checkpoints._layouts.layouts import LAYOUTS, LayoutName
 from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.checkpoints.compare import diff
 from jnvfp4.checkpoints.convert import convert_checkpoint
@@ -85,19 +85,27 @@ def test_layers_that_are_kept_completely_are_in_the_ignore_list_of_modelopt():
     kept = ["model.layers.1.mlp.down_proj", "model.layers.2.mlp.down_proj", "model.layers.10.mlp.up_proj"]
     quantized = ["model.layers.2.mlp.up_proj", "model.layers.3.mlp.down_proj"]
     entries = ["lm_head", *kept]
-    assert ignore_list(kept, quantized, CT) == sorted(entries)
+    assert LAYOUTS[CT].ignore_list(kept, quantized) == sorted(entries)
     more = ["model.layers.10.mlp.gate_up_proj", "model.layers.1.*", "model.layers.10.*"]
-    assert ignore_list(kept, quantized, "modelopt") == sorted([*entries, *more])
+    assert LAYOUTS["modelopt"].ignore_list(kept, quantized) == sorted([*entries, *more])
 
 
 def test_fused_modules_are_in_the_ignore_list_if_every_part_is_kept():
     """And a head that is quantized is not."""
-    assert ignore_list(["m.gate"], ["lm_head", "m.down_proj"], CT) == ["m.gate"]
+    assert LAYOUTS[CT].ignore_list(["m.gate"], ["lm_head", "m.down_proj"]) == ["m.gate"]
     kept = ["m.experts.0.up_proj", "n.experts.0.up_proj", "m.q_proj", "n.q_proj", "n.k_proj"]
-    entries = ignore_list(kept, ["m.experts.1.up_proj", "m.k_proj"], "modelopt")
-    assert entries == ["lm_head", "m.experts.0.up_proj", "m.q_proj", "n.experts", "n.k_proj", "n.q_proj", "n.qkv_proj"]
+    entries = LAYOUTS["modelopt"].ignore_entries({"lm_head", *kept}, {"m.experts.1.up_proj", "m.k_proj"})
+    assert sorted(entries) == [
+        "lm_head",
+        "m.experts.0.up_proj",
+        "m.q_proj",
+        "n.experts",
+        "n.k_proj",
+        "n.q_proj",
+        "n.qkv_proj",
+    ]
     with pytest.raises(CheckpointError, match="is kept, but vLLM would quantize it"):
-        checked_ignore_list(["m.q_proj"], ["m.k_proj"], "modelopt")
+        LAYOUTS["modelopt"].ignore_list(["m.q_proj"], ["m.k_proj"])
 
 
 def test_kept_experts_in_one_tensor_are_in_the_ignore_list(tmp_path):

@@ -7,7 +7,6 @@ from checkpoints import DOWN, array, draw_nothing, files_of, model_of, refused
 
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
-from jnvfp4.checkpoints._convert.views import decoded_fp8
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.checkpoints.verify import verify_checkpoint
@@ -172,7 +171,7 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
     check_same_tensors(tmp_path / "out", tmp_path / "want")
     assert len(verify_checkpoint(tmp_path / "in", tmp_path / "out")) == 2
     source = open_source(tmp_path / "in")
-    assert "quantization_config" not in decoded_fp8(source).config
+    assert "quantization_config" not in decoded(source, "fp8").config
     assert source.config == config  # the view has a config of its own
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "no")]) == 3
     assert "quantized already (fp8)" in (error := capsys.readouterr().err)

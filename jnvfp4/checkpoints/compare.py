@@ -10,8 +10,7 @@ import numpy as np
 from ._files.files import CHUNK_BYTES, pieces, slices
 from ._files.safetensors import JSON
 from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
-from ._layouts.layouts import decode_scale_of, is_kv_scale
-from ._layouts.names import WEIGHT, groups_of, module_of
+from ._layouts.names import WEIGHT, groups_of, is_kv_scale, module_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 from ._layouts.unsupported import config_refusal, tensor_refusal
 
@@ -133,7 +132,7 @@ def _compare_weights(a: Stored, b: Stored, module: str, out: Difference) -> None
 def _activations(stored: Stored, module: str) -> np.ndarray:
     """Gives the decode scales of a module's activations, an empty array if there are none."""
     scale = stored.activation(module)
-    return np.empty(0) if scale is None else decode_scale_of(stored.layout, scale).reshape(-1)
+    return np.empty(0) if scale is None else stored.layout.to_decode(scale).reshape(-1)
 
 
 def _different_configs(a: Stored, b: Stored) -> list[str]:

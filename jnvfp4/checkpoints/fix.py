@@ -12,12 +12,11 @@ from ..spec import BLOCK
 from ._files.errors import reading
 from ._files.safetensors import DTYPES, JSON, Planned
 from ._files.source import CONFIG, HF_QUANT, open_source
-from ._layouts.configs import config_files
-from ._layouts.layouts import decode_scale, decode_scale_of
+from ._layouts.base import Quantization
 from ._layouts.names import groups_of
 from ._layouts.survey import NAN, Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
-from .rewrite import Pieces, Task, Warn, copied, write_output
+from .rewrite import Pieces, Warn, copying, write_output
 from .rules import (
     findings,
     ignore_list_of,
@@ -89,7 +88,7 @@ def _fix_activations(s: Survey, fixes: _Fixes) -> None:
             new = np.where(np.isnan(old) | (never & (old == 1)), value, old)
             if np.array_equal(new, old):
                 continue
-        stored = decode_scale(new) if s.layout.meaning == "encode" else new.astype(np.float32)
+        stored = s.layout.from_decode(new)
         planned = Planned(name, "F32", stored.shape)
         fixes.tensors[name] = planned, partial(np.asarray, stored)
         fixes.beside[name] = item.parts.codes
@@ -119,7 +118,7 @@ def _fix_weight(s: Survey, item: Item, shared: np.ndarray | None, nan: bool, fix
         if (stored != item.global_scale).any():  # two S_enc may give the same S_dec
             fixes.tensors[name] = Planned(name, "F32", stored.shape), partial(np.asarray, stored)
             fixes.done[name] = "the largest of the fused weights"
-        factor = (item.decode / decode_scale_of(s.layout, stored)).astype(np.float32)
+        factor = (item.decode / s.layout.to_decode(stored)).astype(np.float32)
         if (factor != 1).any():
             ratio = factor
             done.append(f"rounded again after a factor of {float(ratio.min()):.4g}")
@@ -150,28 +149,22 @@ def _fix_configs(s: Survey, fixes: _Fixes) -> None:
     names = {*s.source.places, *fixes.tensors}
     weight_only = not any(item.parts.activation in names for item in s.items.values())
     fp8 = bool(s.kv_scales) or has_fp8_kv_cache(s.source)
-    fixes.files = {**config_files(s.layout.name, s.source.config, ignore, weight_only=weight_only, fp8_kv_cache=fp8)}
+    fixes.files = {**s.layout.config_files(s.source.config, Quantization(ignore, weight_only, fp8))}
     fixes.done |= dict.fromkeys(fixes.files, "made anew from the tensors")
 
 
 def _write(s: Survey, fixes: _Fixes, output: Path, warn: Warn) -> None:
     source = s.source
-    shards: dict[str, list[Task]] = {name: [] for name in sorted(source.files)}
-    for entry in source.entries():
-        if entry.name not in fixes.tensors:
-            planned = Planned(entry.name, entry.tag, entry.shape)
-            shards[source.places[entry.name]].append(([planned], partial(copied, source, entry.name, entry.name)))
+    tasks = [copying(source, name, name) for name in sorted(source.places) if name not in fixes.tensors]
     for name, (planned, compute) in fixes.tensors.items():
         file = source.places.get(name, source.places[fixes.beside.get(name, name)])
-        shards[file].append(([planned], partial(_computed, name, compute)))
+        tasks.append((file, [planned], partial(_computed, name, compute)))
     for name in (CONFIG, HF_QUANT):
         path = source.directory / name
         if name not in fixes.files and path.is_file():
             with reading(path):
                 fixes.files[name] = path.read_bytes()
-    write_output(
-        source, output, {name: tasks for name, tasks in shards.items() if tasks}, fixes.files, warn, keep_metadata=True
-    )
+    write_output(source, output, tasks, fixes.files, warn, keep_metadata=True)
 
 
 def _computed(name: str, compute: Callable[[], np.ndarray]) -> Pieces:

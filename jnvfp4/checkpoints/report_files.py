@@ -18,9 +18,9 @@ from ..spec import QuantSpec
 from ._convert.encode import encode, find_amax
 from ._files.files import checked_path, json_bytes
 from ._files.safetensors import JSON
-from ._layouts.layouts import TE
 from ._layouts.names import module_of
 from ._layouts.stored import Weight
+from ._layouts.te import TE
 from .convert import Result
 from .verify import SUSPICIOUS, ErrorStats, Record, as_json, error_stats
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,11 @@ from ._files.files import (
     write_file,
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
-from ._files.source import CONFIG, Source
-from ._layouts.configs import config_files, index_file, without_quantization
-from ._layouts.layouts import (
-    LAYOUTS,
-    TE,
-    Layout,
-    LayoutName,
-    Parts,
-    decode_scale,
-    global_scale_of,
-    is_kv_scale,
-    kv_scale_in,
-)
-from ._layouts.loaders import checked_ignore_list, linear_modules
+from ._files.source import CONFIG, Source, index_file, without_quantization
+from ._layouts.base import Layout, Parts, Quantization, decode_scale
+from ._layouts.layouts import LAYOUTS, LayoutName, layouts_with
+from ._layouts.loaders import linear_modules
+from ._layouts.names import is_kv_scale
 from ._layouts.stored import Stored, Weight, open_stored
 from ._layouts.unsupported import has_fp8_kv_cache
 
@@ -68,9 +59,9 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
         would disagree about what is quantized; or the disk is full.
     """
     stored, to = open_stored(Path(source)), LAYOUTS[layout]
-    if to is TE:
-        clause = "is te, which stores an amax, and an amax does not follow from a scale"
-        raise OptionError({"layout": clause}, "modelopt or compressed-tensors")
+    if to.stores_amax:
+        clause = f"is {layout}, which stores an amax, and an amax does not follow from a scale"
+        raise OptionError({"layout": clause}, layouts_with(lambda x: not x.stores_amax))
     if stored.stacks and not to.stacks:
         expected, stack = f"one weight per expert, in {to.name}", min(stored.stacks)
         raise CheckpointError("is a stack of experts", expected, tensor=stack, code=Exit.USAGE)
@@ -97,7 +88,7 @@ class _Repacking:
     @property
     def kept(self) -> list[tuple[str, str]]:
         """Returns what else is written, by its old and new names."""
-        return [(name, kv_scale_in(self.to, name)) for name in self.stored.kept]
+        return [(name, self.to.kv_scale_name(name)) for name in self.stored.kept]
 
     def outputs(self, module: str) -> list[Planned]:
         weight, old, new = self.stored.weight(module), self.stored.parts(module), self._parts(module)
@@ -105,14 +96,8 @@ class _Repacking:
             raise CheckpointError("has an amax per row", "layout te", tensor=weight.name, code=Exit.USAGE)
         entry = self.stored.source.entry
         scale_shape = weight.global_scale.shape if weight.stacked else self.to.global_shape
-        planned = [
-            Planned(new.codes, "U8", entry(old.codes).shape),
-            Planned(new.scales, self.to.scales_tag, entry(old.scales).shape),
-            Planned(new.global_scale, "F32", scale_shape),
-        ]
-        if new.activation is not None and self.stored.activation(module) is not None:
-            planned.append(Planned(new.activation, "F32", scale_shape))
-        return planned
+        has_activation = self.stored.activation(module) is not None
+        return self.to.planned(new, entry(old.codes).shape, entry(old.scales).shape, scale_shape, has_activation)
 
     def pieces(self, module: str) -> Pieces:
         old, new, source = self.stored.parts(module), self._parts(module), self.stored.source
@@ -126,7 +111,7 @@ class _Repacking:
 
     def changed_scales(self, module: str) -> int:
         """Counts the global scales that change if the weight is repacked to its layout and back."""
-        if self.stored.layout in (TE, self.to):
+        if self.stored.layout.meaning in ("amax", self.to.meaning):
             return 0
         scale = self.stored.source.read(self.stored.parts(module).global_scale)
         return int((decode_scale(self._rescaled(scale)).reshape(-1) != scale.reshape(-1)).sum())
@@ -134,20 +119,16 @@ class _Repacking:
     def files(self) -> dict[str, JSON]:
         stored, source = self.stored, self.stored.source
         kept = linear_modules(map(source.entry, stored.others))
-        ignore = checked_ignore_list(kept, stored.modules, self.to.name)
+        ignore = self.to.ignore_list(kept, stored.modules)
         weight_only = all(stored.activation(m) is None for m in stored.modules)
-        fp8 = has_fp8_kv_cache(source)
-        return config_files(self.to.name, source.config, ignore, weight_only=weight_only, fp8_kv_cache=fp8)
+        return self.to.config_files(source.config, Quantization(ignore, weight_only, has_fp8_kv_cache(source)))
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)
 
     def _rescaled(self, scale: np.ndarray) -> np.ndarray:
         """Computes a global or activation scale as the new layout stores it."""
-        scale = np.asarray(scale, np.float32)
-        if self.stored.layout is TE:
-            return global_scale_of(self.to, scale, self.stored.e4m3_max)
-        return scale if self.stored.layout.meaning == self.to.meaning else decode_scale(scale)
+        return self.to.from_other(np.asarray(scale, np.float32), self.stored.layout, self.stored.e4m3_max)
 
 
 # ---------------------------------------------------------------- an ordinary checkpoint
@@ -241,18 +222,17 @@ def _ordinary_config(config: JSON, dtype: str) -> JSON:
 
 # ---------------------------------------------------------------- writing
 Rewriting = _Repacking | _Decoding
-Task = tuple[list[Planned], Callable[[], Pieces]]  # tensors of a shard, and what gives them
+Task = tuple[str, list[Planned], Callable[[], Pieces]]  # a shard, tensors of it, and what gives them
 
 
 def _write(rewriting: Rewriting, output: Path, warn: Warn) -> None:
-    files = rewriting.files()
-    write_output(rewriting.stored.source, output, _shards(rewriting), files, warn)
+    write_output(rewriting.stored.source, output, [*_tasks(rewriting)], rewriting.files(), warn)
 
 
 def write_output(
     source: Source,
     output: Path,
-    shards: Mapping[str, list[Task]],
+    tasks: Sequence[Task],
     files: Mapping[str, JSON | bytes],
     warn: Warn,
     keep_metadata: bool = False,
@@ -263,14 +243,15 @@ def write_output(
     """
     checked_path(output)
     check_finite(source.config, source.directory / CONFIG)
-    tensors = {name: [p for planned, _ in tasks for p in planned] for name, tasks in shards.items()}
+    tensors = {shard: [p for name, planned, _ in tasks if name == shard for p in planned] for shard in source.files}
+    tensors = {shard: planned for shard, planned in sorted(tensors.items()) if planned}
     check_free_space(output, [sum(p.nbytes for p in planned) for planned in tensors.values()])
     check_companions(source)
     with new_output(output):
-        for name, tasks in shards.items():
-            kept = source.files[name].metadata if keep_metadata else {}
-            with writing(output / name, tensors[name], {"format": "pt", **kept, VERSION: __version__}) as file:
-                for tensor, first, data in (piece for _, work in tasks for piece in work()):
+        for shard, planned in tensors.items():
+            kept = source.files[shard].metadata if keep_metadata else {}
+            with writing(output / shard, planned, {"format": "pt", **kept, VERSION: __version__}) as file:
+                for tensor, first, data in (piece for name, _, work in tasks if name == shard for piece in work()):
                     file.put(tensor, data, first)
         notcopied = copy_companions(source, output)
         source.check_unchanged()
@@ -280,18 +261,19 @@ def write_output(
         warn(text)
 
 
-def _shards(rewriting: Rewriting) -> dict[str, list[Task]]:
-    """Lists what each file holds: the weights whose codes are in the input file of that name, and its other tensors."""
+def _tasks(rewriting: Rewriting) -> Iterator[Task]:
+    """Lists what is written: the weights, in the files in which their codes were, and the other tensors."""
     stored, source = rewriting.stored, rewriting.stored.source
-    shards: dict[str, list[Task]] = {name: [] for name in sorted(source.files)}
     for module in stored.modules:
-        tasks = shards[source.places[stored.parts(module).codes]]
-        tasks.append((rewriting.outputs(module), partial(rewriting.pieces, module)))
+        yield source.places[stored.parts(module).codes], rewriting.outputs(module), partial(rewriting.pieces, module)
     for old, new in [*rewriting.kept, *((name, name) for name in map(stored.name, stored.fp8))]:
-        entry = source.entry(old)
-        planned = [Planned(new, entry.tag, entry.shape)]
-        shards[source.places[old]].append((planned, partial(copied, source, old, new)))
-    return {name: tasks for name, tasks in shards.items() if tasks}
+        yield copying(source, old, new)
+
+
+def copying(source: Source, name: str, to: str) -> Task:
+    """Copies a tensor under another name."""
+    entry = source.entry(name)
+    return source.places[name], [Planned(to, entry.tag, entry.shape)], partial(copied, source, name, to)
 
 
 def copied(source: Source, name: str, to: str) -> Pieces:

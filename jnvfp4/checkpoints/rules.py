@@ -15,9 +15,7 @@ import numpy as np
 from ..spec import BLOCK
 from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, open_source
-from ._layouts.configs import PACKED
-from ._layouts.layouts import COMPRESSED_TENSORS, MODELOPT, TE
-from ._layouts.loaders import READINGS, Reading, checked_ignore_list, fused_module
+from ._layouts.loaders import Reading, fused_module
 from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
@@ -79,7 +77,7 @@ def findings(s: Survey) -> list[Finding]:
 
 
 def _finding(s: Survey, rule: str, where: str, found: str, fixable: bool, note: bool = False) -> Finding:
-    return Finding(rule, where, found, fixable and s.layout is not TE, note)
+    return Finding(rule, where, found, fixable and not s.layout.stores_amax, note)
 
 
 # ---------------------------------------------------------------- scales of activations
@@ -116,7 +114,7 @@ def is_calibrated(s: Survey) -> bool:
 def needs_activations(s: Survey) -> bool:
     """Tells whether loaders look for scales of activations. Where no weight has one, the config is wrong instead."""
     some = any(item.activation is not None for item in s.items.values())
-    return s.layout.activation is not None and s.weight_only is not True and some
+    return s.layout.suffixes.activation is not None and s.weight_only is not True and some
 
 
 def _activation_missing(s: Survey) -> Iterator[Found]:
@@ -145,7 +143,7 @@ def _activation_one(s: Survey) -> Iterator[Found]:
     scales = [a for item in judged if (a := item.activation_decode) is not None]
     if scales and all((a == 1).all() for a in scales):
         text = f"is 1.0 in all {len(scales)} weights: activations are not calibrated"
-        yield str(s.layout.activation), text, False, True
+        yield str(s.layout.suffixes.activation), text, False, True
 
 
 # ---------------------------------------------------------------- scales of weights
@@ -267,7 +265,7 @@ def ignore_list_of(s: Survey) -> list[str] | None:
     if s.source.config is None or not s.plain_config:
         return None
     try:
-        return checked_ignore_list(s.unquantized, list(s.items), s.layout.name)
+        return s.layout.ignore_list(s.unquantized, list(s.items))
     except CheckpointError:  # loaders would read any list in different ways
         return None
 
@@ -284,24 +282,24 @@ def _config(s: Survey) -> Iterator[Found]:
 
 def _formats(s: Survey) -> Iterator[tuple[str, str]]:
     method = (s.config or {}).get("quant_method")
-    expected = {MODELOPT: "modelopt", COMPRESSED_TENSORS: "compressed-tensors", TE: "jnvfp4"}[s.layout]
-    if s.config is None and (s.hf_quant is None or s.layout is not MODELOPT):
+    expected, hf_quant = s.layout.quant_method, s.hf_quant if s.layout.hf_quant_keys else None
+    if s.config is None and hf_quant is None:
         yield CONFIG, f"does not say that weights are {s.layout.name}"
     elif s.config is not None and not str(method).startswith(expected):
         yield CONFIG, f"quant_method is {method!r}; the tensors are those of {expected}"
-    if s.layout is COMPRESSED_TENSORS and s.config is not None and s.config.get("format") is None:
-        yield CONFIG, f"has no format; expected {PACKED!r}"
+    for key, known in () if s.layout.hf_quant_keys or s.config is None else s.layout.nvfp4.items():
+        if s.config.get(key) is None:
+            yield CONFIG, f"has no {key}; expected {known[0]!r}"
     if len(s.algorithms) > 1:
         yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(s.algorithms))}"
     for file, section in ((CONFIG, s.config), (HF_QUANT, s.hf_quant)):
         for size in _values(section, "group_size"):
             if size not in (None, BLOCK):
                 yield file, f"group_size is {size!r}; expected {BLOCK}"
-    if s.layout is MODELOPT and s.hf_quant is not None:
-        needed = ("quant_algo", "group_size", "kv_cache_quant_algo", "exclude_modules")
-        if absent := [key for key in needed if key not in s.hf_quant]:
+    if hf_quant is not None:
+        if absent := [key for key in s.layout.hf_quant_keys if key not in hf_quant]:
             yield HF_QUANT, f"has no {', '.join(absent)}"
-        elif not s.hf_quant["exclude_modules"]:
+        elif not hf_quant["exclude_modules"]:
             yield HF_QUANT, "exclude_modules is empty"
 
 
@@ -315,9 +313,9 @@ def _values(section: object, key: str) -> Iterator[object]:
 def _activations(s: Survey) -> Iterator[tuple[str, str]]:
     count = sum(item.activation is not None for item in s.items.values())
     file = HF_QUANT if s.config is None else CONFIG
-    if s.layout.activation is not None and s.weight_only is False and not count and not s.dynamic:
+    if s.layout.suffixes.activation is not None and s.weight_only is False and not count and not s.dynamic:
         yield file, "asks for activations in 4 bits, but no weight has a scale for them"
-    if s.layout is COMPRESSED_TENSORS and s.weight_only and count:
+    if s.layout.targets is not None and s.weight_only and count:
         yield file, f"leaves activations in 16 bits, but {count} weights have a scale for them"
 
 
@@ -326,7 +324,7 @@ def _lists(s: Survey, routers: bool = False) -> Iterator[tuple[str, str]]:
     for file, section, key in ((CONFIG, s.config, "ignore"), (HF_QUANT, s.hf_quant, "exclude_modules")):
         if section is None:
             continue
-        if s.layout is not COMPRESSED_TENSORS and key not in section and "exclude_modules" not in section:
+        if s.layout.targets is None and key not in section and "exclude_modules" not in section:
             continue
         listed = section.get(key, section.get("exclude_modules"))
         entries = [e for e in listed if isinstance(e, str)] if isinstance(listed, list) else []
@@ -334,7 +332,7 @@ def _lists(s: Survey, routers: bool = False) -> Iterator[tuple[str, str]]:
 
 
 def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers: bool) -> Iterator[str]:
-    readings = {name: reads for name, (reads, _) in READINGS[s.layout.name].items() if name != "miles"}
+    readings = {name: loader.reads for name, loader in s.layout.loaders.items() if loader.lints}
     loader, reads = next(iter(readings.items()))
     targets = [
         t for found in _values(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)

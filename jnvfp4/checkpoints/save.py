@@ -11,9 +11,8 @@ from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import check_finite, checked_path, json_bytes, new_output, write_file
 from ._files.safetensors import DTYPES, JSON, TAGS, VERSION, Planned, writing
 from ._files.source import CONFIG
-from ._layouts.configs import config_files
-from ._layouts.layouts import LAYOUTS, TE, Layout, LayoutName, global_scale_of
-from ._layouts.loaders import checked_ignore_list
+from ._layouts.base import Layout, Quantization
+from ._layouts.layouts import LAYOUTS, LayoutName
 from ._layouts.names import WEIGHT, groups_of, is_stack, module_of
 from .trees import Tensor
 
@@ -47,7 +46,7 @@ def save_checkpoint(
     for name, t in weights.items():
         arrays |= _arrays_of(name, t, to)
     _check_groups(weights, to)
-    files = {n: json_bytes(v) for n, v in _configs(tensors, weights, layout, dict(config or {})).items()}
+    files = {n: json_bytes(v) for n, v in _configs(tensors, weights, to, dict(config or {})).items()}
     planned = [Planned(name, TAGS[a.dtype], a.shape) for name, a in arrays.items()]
     metadata = {"format": "pt", VERSION: __version__}
     with new_output(output):
@@ -60,7 +59,7 @@ def save_checkpoint(
 
 def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:
     """Raises if weights that loaders fuse have different amaxes: loaders keep one global scale for all of them."""
-    if layout is TE:
+    if layout.stores_amax:
         return
     amaxes = {module_of(n): np.asarray(t.amax) for n, t in weights.items()}
     for group in groups_of(amaxes):
@@ -73,31 +72,31 @@ def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:
 
 
 def _configs(
-    tensors: Mapping[str, Tensor], weights: Mapping[str, NVFP4Tensor], layout: LayoutName, config: JSON
+    tensors: Mapping[str, Tensor], weights: Mapping[str, NVFP4Tensor], layout: Layout, config: JSON
 ) -> dict[str, JSON]:
     """Makes the JSON files; without a quantized weight that is only the config, unchanged."""
     if not weights:
         return {CONFIG: config}
     maxima = {t.format.e4m3_max for t in weights.values()}
-    if layout == "te" and len(maxima) > 1:
-        raise CheckpointError(f"tensors have e4m3_max {sorted(maxima)}", "one, in layout te", code=Exit.USAGE)
+    if layout.stores_amax and len(maxima) > 1:
+        expected = f"one, in layout {layout.name}"
+        raise CheckpointError(f"tensors have e4m3_max {sorted(maxima)}", expected, code=Exit.USAGE)
     quantized = [module_of(n) for n in weights]
     kept = [module_of(n) for n, t in tensors.items() if n.endswith(WEIGHT) and n not in weights and np.ndim(t) == 2]
-    ignore = checked_ignore_list(kept, quantized, layout)
-    return config_files(layout, config, ignore, weight_only=True, te={"e4m3_max": max(maxima)})
+    ignore = layout.ignore_list(kept, quantized)
+    return layout.config_files(config, Quantization(ignore, weight_only=True, spec={"e4m3_max": max(maxima)}))
 
 
 def _arrays_of(name: str, t: NVFP4Tensor, layout: Layout) -> dict[str, np.ndarray]:
     stacked = t.ndim == 3 and is_stack(name)
-    by_row = t.format.amax_scope == "row"
-    if t.format.rht or t.format.amax_scope == "window64" or (by_row and (layout.name != "te" or stacked)):
+    if not layout.stores(t.format, stacked):
         raise CheckpointError(f"has {t.format}", f"what {layout.name} can store", tensor=name, code=Exit.USAGE)
     if t.ndim != 2 and not (stacked and layout.stacks):
         raise CheckpointError(f"has shape {list(t.shape)}", "[N, K]", tensor=name, code=Exit.USAGE)
     parts, amax = layout.parts(module_of(name), stacked), np.asarray(t.amax)
     if stacked:
         amax = np.broadcast_to(amax, t.shape[:1])  # one per expert, also if all are equal
-    scale = global_scale_of(layout, amax, t.format.e4m3_max)
+    scale = layout.from_amax(amax, t.format.e4m3_max)
     return {
         parts.codes: np.asarray(t.data),
         parts.scales: np.asarray(t.scale).view(DTYPES[layout.scales_tag]),

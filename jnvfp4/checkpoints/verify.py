@@ -5,21 +5,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import decoded_fp8, decoded_mxfp4, per_expert, stacked
+from ._convert.views import decoded, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
-from ._files.safetensors import FLOATS, JSON
+from ._files.safetensors import FLOATS, JSON, Planned
 from ._files.source import Source, open_source
+from ._layouts.base import Peer
 from ._layouts.fp8 import Fp8Weight
-from ._layouts.layouts import COMPRESSED_TENSORS, is_kv_scale
-from ._layouts.names import groups_of
+from ._layouts.names import groups_of, is_kv_scale
 from ._layouts.stored import Stored, Weight, layout_of, open_stored
 
 LARGEST_SCALE = 0x7E  # the E4M3 bits of 448
@@ -171,7 +169,7 @@ def verify_checkpoint(
     original = _as_converted(opened, stored, expert_layout)
     failures: list[CheckpointError] = []
     records: list[Record] = []
-    peer = peer_decoder(stored)
+    peer = stored.layout.peer((stored.source.config or {}).get("quantization_config"))
     checks: list[Callable[[], Record | None]] = [partial(_check_groups, stored)]
     kept = [n for n in stored.kept if n in original.places or not is_kv_scale(n)]  # a source has no scales of a cache
     checks += [partial(_check_kept, original, stored, name) for name in kept]
@@ -198,7 +196,7 @@ def verify_checkpoint(
 def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
     """Infers the form in which the source was converted from the names in the output, and shows the source so."""
     names = {*map(stored.name, [*stored.modules, *stored.fp8]), *(n for n in stored.kept if not is_kv_scale(n))}
-    source = decoded_mxfp4(decoded_fp8(source))
+    source = decoded(decoded(source, "fp8"), "mxfp4")
     if not names <= set(source.places):
         source = per_expert(source, expert_layout)
     if not names <= set(source.places):
@@ -211,11 +209,15 @@ def _failure(name: str, observed: str, expected: str, stored: Stored) -> Checkpo
 
 
 # ---------------------------------------------------------------- checks of one tensor or group
-def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDecoder | None") -> Record:
-    name = stored.name(module)
+def _original(source: Source, stored: Stored, name: str) -> Planned:
     if name not in source.places:
         raise _failure(name, "is not in the source", "", stored)
-    entry, weight = source.entry(name), stored.weight(module)
+    return source.entry(name)
+
+
+def _check_quantized(source: Source, stored: Stored, module: str, peer: Peer | None) -> Record:
+    name = stored.name(module)
+    entry, weight = _original(source, stored, name), stored.weight(module)
     try:
         w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
@@ -234,7 +236,7 @@ def _check_quantized(source: Source, stored: Stored, module: str, peer: "PeerDec
             float(weight.global_scale.reshape(-1)[0]) if weight.global_scale.size == 1 else None,
             error,
             _sha256(weight.codes, weight.scales, weight.global_scale),
-            compare_with_peer(peer(module), weight, stored) if peer else None,
+            compare_with_peer(peer(weight.codes, weight.scales, weight.global_scale), weight, stored) if peer else None,
         )
     finally:
         source.release(name)
@@ -249,9 +251,7 @@ def _swapped(x: np.ndarray | Rows) -> Rows:
 
 def _check_fp8(source: Source, stored: Stored, module: str) -> Record:
     name, weight = stored.name(module), stored.fp8[module]
-    if name not in source.places:
-        raise _failure(name, "is not in the source", "", stored)
-    entry, w = source.entry(name), source.rows(name)
+    entry, w = _original(source, stored, name), source.rows(name)
     if w.shape != weight.entry.shape:
         raise _failure(name, f"has shape {list(weight.entry.shape)}", f"{list(w.shape)}", stored)
     digest = _sha256(*(weight.source.array(e.name) for e in (weight.entry, weight.scale)))
@@ -259,10 +259,7 @@ def _check_fp8(source: Source, stored: Stored, module: str) -> Record:
 
 
 def _check_kept(source: Source, stored: Stored, name: str) -> Record:
-    entry = stored.source.entry(name)
-    if name not in source.places:
-        raise _failure(name, "is not in the source", "", stored)
-    other = source.entry(name)
+    entry, other = stored.source.entry(name), _original(source, stored, name)
     narrowed = entry.tag == "BF16" and other.tag in FLOATS
     if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
         raise _failure(name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored)
@@ -297,43 +294,6 @@ def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------- compressed-tensors, if it is installed
-PeerDecoder = Callable[[str], np.ndarray]  # decodes the weight of a module to bfloat16
-
-
-def peer_decoder(stored: Stored) -> PeerDecoder | None:
-    """Returns a function that decodes weights with compressed-tensors.
-
-    Returns None for another layout, for a config with several schemes, or if the package is not installed.
-    """
-    config = (stored.source.config or {}).get("quantization_config")
-    if stored.layout is not COMPRESSED_TENSORS or not config:
-        return None
-    if not all(map(find_spec, ("torch", "compressed_tensors"))):
-        return None
-    import torch
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    schemes = [*QuantizationConfig.model_validate(config).config_groups.values()]
-    if len(schemes) != 1:  # this does not find out which weights have which scheme
-        return None
-    scheme = schemes[0]
-    compressor = BaseCompressor.get_value_from_registry(scheme.format)
-
-    def decode(module: str) -> np.ndarray:
-        w = stored.weight(module)
-        state = {
-            "weight_packed": torch.from_numpy(w.codes.copy()),
-            "weight_scale": torch.from_numpy(w.scales.copy()).view(torch.float8_e4m3fn),
-            "weight_global_scale": torch.from_numpy(w.global_scale.reshape(1).copy()),
-        }
-        decoded = compressor.decompress(state, scheme)["weight"].to(torch.bfloat16)
-        return decoded.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-
-    return decode
-
-
 def compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int:
     """Counts the elements that another reader rounds to the next number, and raises if it decodes anything else."""
     count = 0
@@ -341,7 +301,7 @@ def compare_with_peer(theirs: np.ndarray, weight: Weight, stored: Stored) -> int
         ours = weight.values(rows).astype(theirs.dtype).view(np.int16).astype(np.int32)
         steps = np.abs(ours - theirs[rows].view(np.int16))
         if steps.max(initial=0) > 1:
-            observed = f"compressed-tensors decodes {int((steps > 1).sum())} other values"
+            observed = f"{stored.layout.name} decodes {int((steps > 1).sum())} other values"
             raise _failure(weight.name, observed, "the same", stored)
         count += int(np.count_nonzero(steps))
     return count

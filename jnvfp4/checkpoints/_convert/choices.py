@@ -8,7 +8,7 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError, Exit, OptionError
 from .._files.safetensors import FLOATS, Planned
 from .._files.source import Source
-from .._layouts.layouts import LAYOUTS
+from .._layouts.layouts import LAYOUTS, layouts_with
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import (
     INSEPARABLE,
@@ -28,11 +28,10 @@ from .views import is_kn
 
 @dataclass(frozen=True)
 class Choice:
-    """Quantizes a tensor, or leaves it unquantized for a ``reason``; ``kn`` marks a stack of experts [E, K, N]."""
+    """Quantizes a tensor, or leaves it unquantized for a ``reason``."""
 
     entry: Planned
     reason: str
-    kn: bool = False
 
     @property
     def quantizes(self) -> bool:
@@ -48,7 +47,7 @@ class Choice:
     def matrix(self) -> tuple[int, int]:
         """N and K of the weight, or of one expert of a stack."""
         n, k = self.entry.shape[-2:]
-        return (k, n) if self.kn else (n, k)
+        return (k, n) if self.entry.kn else (n, k)
 
 
 def tensor_of(names: Container[str], module: str) -> str:
@@ -65,9 +64,10 @@ def _choice(entry: Planned, source: Source, options: ConvertOptions) -> Choice:
     if choice.quantizes and choice.stacked:
         if not LAYOUTS[options.layout].stacks or options.row_scaled:
             observed = f"is a stack of experts, recipe {options.recipe}, layout {options.layout}"
-            expected, hint = "layout modelopt or te, one amax per expert", f"--experts per-expert, or --ignore {module}"
+            expected = f"layout {layouts_with(lambda x: x.stacks)}, one amax per expert"
+            hint = f"--experts per-expert, or --ignore {module}"
             raise CheckpointError(observed, expected, tensor=entry.name, code=Exit.USAGE, hint=hint)
-        choice = replace(choice, kn=is_kn(entry, source, options.expert_layout))
+        choice = Choice(replace(entry, kn=is_kn(entry, source, options.expert_layout)), "")
     if not choice.quantizes or choice.matrix[1] % BLOCK == 0:
         return choice
     if options.on_bad_shape == "keep":

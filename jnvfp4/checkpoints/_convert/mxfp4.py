@@ -64,7 +64,7 @@ def mxfp4_views(source: Source) -> Iterator[View]:
 
 def _view(source: Source, name: str, blocks: Planned, scales: Planned) -> View:
     e, n, groups, _ = blocks.shape
-    decoded = Planned(name, "BF16", (e, 2 * BLOCK * groups, n))
+    decoded = Planned(name, "BF16", (e, 2 * BLOCK * groups, n), kn=True, mxfp4=True)
 
     def compute(experts: slice) -> np.ndarray:
         exponents = source.read(scales.name, experts)
@@ -76,7 +76,7 @@ def _view(source: Source, name: str, blocks: Planned, scales: Planned) -> View:
         return values.astype(decoded.dtype).reshape(-1, n, decoded.shape[1]).transpose(0, 2, 1)
 
     rows = Rows(decoded.shape, decoded.dtype, compute)
-    return View(decoded, source, (blocks.name, scales.name), lambda: rows, kn=True, mxfp4=True)
+    return View(decoded, source, (blocks.name, scales.name), lambda: rows)
 
 
 # ---------------------------------------------------------------- encoding

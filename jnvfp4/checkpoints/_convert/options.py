@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ...spec import NVFP4, QuantSpec
 from .._files.errors import OptionError
 from .._files.files import CHUNK_BYTES
-from .._layouts.layouts import LAYOUTS, LayoutName
+from .._layouts.layouts import LAYOUTS, LayoutName, layouts_with
 
 Preset = Literal["linear", "moe-experts"]
 ExpertLayout = Literal["auto", "nk", "kn"]
@@ -115,15 +115,15 @@ def _check_activations(o: ConvertOptions) -> None:
         is_path = not is_number(o.input_amax)
         expected = "a number or the Path of a JSON file" if is_path else "a number above 1e-30 and below 1e30"
         raise OptionError({"input_amax": f"is {o.input_amax!r}"}, expected)
-    if o.input_amax is not None and (o.weight_only or LAYOUTS[o.layout].activation is None):
+    if o.input_amax is not None and (o.weight_only or LAYOUTS[o.layout].suffixes.activation is None):
         other = {"weight_only": "is used"} if o.weight_only else {"layout": f"is {o.layout}"}
         expected = "one of them, as no activation scale is written then"
         raise OptionError({"input_amax": f"is {o.input_amax}", **other}, expected)
     if o.on_missing_amax != "error" and not isinstance(o.input_amax, Path):
         clauses = {"on_missing_amax": f"is {o.on_missing_amax}", "input_amax": f"is {o.input_amax}"}
         raise OptionError(clauses, "a JSON file of amaxes, in which a module may be missing")
-    if o.kv_cache == "fp8" and o.layout != "modelopt":
-        expected = "layout modelopt for an FP8 KV cache"
+    if o.kv_cache == "fp8" and not LAYOUTS[o.layout].unscaled_kv_cache:
+        expected = f"layout {layouts_with(lambda x: x.unscaled_kv_cache)} for an FP8 KV cache"
         raise OptionError({"kv_cache": f"is {o.kv_cache}", "layout": f"is {o.layout}"}, expected)
 
 
@@ -146,9 +146,9 @@ def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
         raise OptionError({"spec": f"is {spec!r}"}, "a QuantSpec")
     if spec.rounding != "nearest" or spec.format.rht or spec.format.amax_scope == "window64":
         raise OptionError({"spec": f"is {spec}"}, "rounding to nearest, no rht, and an amax per tensor or row")
-    if spec.format.amax_scope == "row" and layout != "te":
+    if spec.format.amax_scope == "row" and not LAYOUTS[layout].stores_amax:
         clauses = {"spec": "has an amax per row", "layout": f"is {layout}"}
-        raise OptionError(clauses, "layout te, which can store them")
+        raise OptionError(clauses, f"layout {layouts_with(lambda x: x.stores_amax)}, which can store them")
 
 
 def _check_pattern(name: str, pattern: str) -> None:

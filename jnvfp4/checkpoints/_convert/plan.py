@@ -8,12 +8,12 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import check_finite
 from .._files.safetensors import FLOATS, JSON, Planned
-from .._files.source import CONFIG, Source, read_json
-from .._layouts.configs import config_files, index_file
+from .._files.source import CONFIG, Source, index_file, read_json
+from .._layouts.base import Layout, Parts, Quantization
 from .._layouts.fp8 import fp8_weights
-from .._layouts.layouts import LAYOUTS, Layout, Parts, is_kv_scale, names_global_scale
-from .._layouts.loaders import checked_ignore_list, linear_modules
-from .._layouts.names import Group, module_of, sibling_experts
+from .._layouts.layouts import LAYOUTS
+from .._layouts.loaders import linear_modules
+from .._layouts.names import Group, is_kv_scale, module_of, sibling_experts
 from .._layouts.unsupported import factors
 from .choices import Choice, choose
 from .options import ConvertOptions, is_amax
@@ -128,20 +128,15 @@ def _plan_of(
     other_warnings: tuple[str, ...],
 ) -> Plan:
     kept = linear_modules(d.entry for d in choices.values() if not d.quantizes)
-    ignore = checked_ignore_list(kept, [m for g in groups for m in g.members], options.layout)
+    layout, format_ = LAYOUTS[options.layout], options.spec.format
+    ignore = layout.ignore_list(kept, [m for g in groups for m in g.members])
     items = {name: _item(d, options, input_scales) for name, d in choices.items()}
     _check_names(items)
     weights = {item.module: item for item in items.values() if item.choice.quantizes}
     shards = _shards(source, items, options.max_shard_bytes)
-    format_ = options.spec.format
-    configs = config_files(
-        options.layout,
-        source.config or {},
-        ignore,
-        weight_only=options.weight_only,
-        fp8_kv_cache=options.kv_cache == "fp8",
-        te={"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max},
-    )
+    spec = {"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max}
+    quantization = Quantization(ignore, options.weight_only, options.kv_cache == "fp8", spec)
+    configs = layout.config_files(source.config or {}, quantization)
     index = index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
     files = configs | index  # the index is last, so that an interrupted output looks incomplete
     return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, other_warnings)
@@ -155,7 +150,8 @@ def _refuse_quantized(source: Source) -> None:
             "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8, mxfp4 MXFP4"
         )
         raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
-    scales = [name for name in source.places if names_global_scale(name) or is_kv_scale(name)]
+    suffixes = tuple(suffix for layout in LAYOUTS.values() for suffix in layout.global_suffixes)
+    scales = [name for name in source.places if name.endswith(suffixes) or is_kv_scale(name)]
     scales += [name for name, _ in factors(source, source.places)]
     if scales:
         hint = "--dequantize-input fp8 decodes FP8 weights" if any(fp8_weights(source)) else ""
@@ -172,25 +168,19 @@ def _item(choice: Choice, options: ConvertOptions, input_scales: Mapping[str, fl
     layout, (n, k) = LAYOUTS[options.layout], choice.matrix
     parts = layout.parts(module, choice.stacked)
     experts = entry.shape[:1] if choice.stacked else ()
-    codes, scales = ((*experts, k // m, n) if choice.kn else (*experts, n, k // m) for m in (2, BLOCK))
-    outputs = [
-        Planned(parts.codes, "U8", codes),
-        Planned(parts.scales, layout.scales_tag, scales),
-        Planned(parts.global_scale, "F32", experts or ((n,) if options.row_scaled else layout.global_shape)),
-    ]
-    if parts.activation is not None and module in input_scales:
-        outputs.append(Planned(parts.activation, "F32", experts or layout.global_shape))
-    return Item(choice, module, parts, tuple(outputs))
+    codes, scales = ((*experts, k // m, n) if entry.kn else (*experts, n, k // m) for m in (2, BLOCK))
+    numbers = experts or ((n,) if options.row_scaled else layout.global_shape)
+    return Item(choice, module, parts, tuple(layout.planned(parts, codes, scales, numbers, module in input_scales)))
 
 
 def _check_names(items: Mapping[str, Item]) -> None:
     """Raises if two tensors of the source become one of the output, or would be read as a part of another."""
     names: dict[str, str] = {}
     for item in items.values():
-        parts = vars(item.parts).values() if item.parts else [p.name for p in item.outputs]
-        for name in parts:
+        parts = item.parts or [p.name for p in item.outputs]
+        for name in filter(None, parts):
             other = names.setdefault(name, item.name)
-            if name is not None and other != item.name:
+            if other != item.name:
                 raise CheckpointError(f"{item.name!r} and {other!r} both become it", "one of them", tensor=name)
 
 
@@ -204,7 +194,7 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> tuple[d
 
     A group has the largest of its members.
     """
-    if options.weight_only or LAYOUTS[options.layout].activation is None:
+    if options.weight_only or LAYOUTS[options.layout].suffixes.activation is None:
         return {}, ()
     modules = [m for g in groups for m in g.members]
     if options.input_amax is None:

@@ -14,7 +14,7 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import Rows, pieces
 from .._files.safetensors import DTYPES, writing
-from .._layouts.layouts import Parts, global_scale_of
+from .._layouts.base import Parts
 from .._layouts.names import Group
 from .encode import Amax, Implementation, encode, find_amax
 from .mxfp4 import count_inexact, encode_powers, find_power_amax
@@ -85,14 +85,14 @@ def _inexact(own: Amax, shared: np.ndarray) -> int:
 
 def _amax_of(plan: Plan, item: Item) -> Amax:
     """Finds the amax of a weight [], of each row [N], or of each expert of a stack [E]."""
-    x, mxfp4 = plan.source.rows(item.name), plan.source.is_mxfp4(item.name)
+    x, entry = plan.source.rows(item.name), item.choice.entry
 
     def find(x: np.ndarray | Rows) -> Amax:
-        return find_power_amax(x, item.name) if mxfp4 else find_amax(x, plan.options.row_scaled)
+        return find_power_amax(x, item.name) if entry.mxfp4 else find_amax(x, plan.options.row_scaled)
 
     if not item.choice.stacked:
         return find(x)
-    experts = [find(expert.T if item.choice.kn and mxfp4 else expert) for expert in x]
+    experts = [find(expert.T if entry.kn and entry.mxfp4 else expert) for expert in x]
     first = next(((e, *a.first) for e, a in enumerate(experts) if a.first is not None), None)
     lowest = [a.lowest for a in experts if a.lowest is not None]  # of MXFP4, of every expert
     values = np.array([a.value for a in experts], np.float32)
@@ -137,13 +137,12 @@ class ShardWriter:
                 yield kept.name, first, data.astype(kept.dtype, copy=False)
             return
         amax, shapes = self.amaxes[item.module], {p.name: p.shape for p in item.outputs}
-        scale = global_scale_of(plan.layout, amax, options.spec.format.e4m3_max)
+        scale = plan.layout.from_amax(amax, options.spec.format.e4m3_max)
         yield parts.global_scale, 0, scale.reshape(shapes[parts.global_scale])
         if parts.activation is not None and parts.activation in shapes:
-            decode = np.float32(plan.input_scales[item.module])
-            value = decode if plan.layout.meaning == "decode" else np.float32(1) / decode
+            value = plan.layout.from_decode(plan.input_scales[item.module])
             yield parts.activation, 0, np.full(shapes[parts.activation], value, np.float32)
-        stacked, kn = item.choice.stacked, item.choice.kn
+        stacked, kn = item.choice.stacked, item.choice.entry.kn
         for e, expert in enumerate(x if stacked else [x]):
             yield from self._encoded(item, parts, expert.T if kn else expert, amax[e] if stacked else amax, e)
 
@@ -151,11 +150,11 @@ class ShardWriter:
         """Gives codes and block scales of a weight or of one expert; in one piece if its axes are swapped."""
         (n, k), options = item.choice.matrix, self.plan.options
         dtype = DTYPES[self.plan.layout.scales_tag]
-        if self.plan.source.is_mxfp4(item.name):
+        if item.choice.entry.mxfp4:
             encoded = encode_powers(x, amax, options.chunk_bytes)
         else:
             encoded = encode(x, amax, options.spec, self.device, options.chunk_bytes, self.implementation)
-        if item.choice.kn:
+        if item.choice.entry.kn:
             _, all_codes, all_scales = zip(*encoded, strict=True)
             encoded = iter([(0, np.concatenate(all_codes).T, np.ascontiguousarray(np.concatenate(all_scales).T))])
         for first, codes, scales in encoded:

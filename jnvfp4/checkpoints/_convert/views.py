@@ -5,6 +5,7 @@ Nothing is read or copied before a slice is used.
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -12,9 +13,8 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError, OptionError
 from .._files.files import Rows
 from .._files.safetensors import Planned
-from .._files.source import CONFIG, Source, View
-from .._layouts.configs import without_quantization
-from .._layouts.fp8 import fp8_decoded, fp8_weights
+from .._files.source import CONFIG, Source, View, without_quantization
+from .._layouts.fp8 import dtype_of_origin, fp8_weights
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT, module_of, split_expert
 from .mxfp4 import mxfp4_views
@@ -31,8 +31,7 @@ _KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E,
 def converted_view(source: Source, options: ConvertOptions) -> Source:
     """Shows a source in the form that is converted."""
     if options.dequantize_input != "none":
-        decode = {"fp8": decoded_fp8, "mxfp4": decoded_mxfp4}[options.dequantize_input]
-        source, encoded = decode(source), source
+        source, encoded = decoded(source, options.dequantize_input), source
         if source is encoded:
             expected = "a weight in this format, with its scales"
             raise OptionError({"dequantize_input": f"is {options.dequantize_input}, and the source has none"}, expected)
@@ -44,8 +43,8 @@ def converted_view(source: Source, options: ConvertOptions) -> Source:
 # ---------------------------------------------------------------- experts
 def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
     """Returns whether a stack of experts is [E, K, N]."""
-    if entry.name in source.views:
-        return source.views[entry.name].kn
+    if entry.kn is not None:
+        return entry.kn
     if expert_layout != "auto":
         return expert_layout == "kn"
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
@@ -89,8 +88,8 @@ def _expert_of(source: Source, entry: Planned, expert: int, kn: bool, rows: slic
         return (x.T if kn else x)[rows]
 
     n, k = entry.shape[2 if kn else 1], entry.shape[1 if kn else 2]
-    tensor = Planned(name, entry.tag, (len(range(n)[rows]), k))
-    return View(tensor, source, (entry.name,), array, mxfp4=source.is_mxfp4(entry.name))
+    tensor = Planned(name, entry.tag, (len(range(n)[rows]), k), mxfp4=entry.mxfp4)
+    return View(tensor, source, (entry.name,), array)
 
 
 def stacked(source: Source) -> Source:
@@ -128,23 +127,16 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
         return np.stack([np.concatenate([source.read(e.name) for e in experts[i]]) for i in range(count)[rows]])
 
     names = tuple(e.name for entries in experts for e in entries)
-    return View(Planned(name, first[0].tag, shape), source, names, lambda: Rows(shape, first[0].dtype, compute))
+    tensor = Planned(name, first[0].tag, shape, kn=False)
+    return View(tensor, source, names, lambda: Rows(shape, tensor.dtype, compute))
 
 
 # ---------------------------------------------------------------- quantized sources
-def decoded_fp8(source: Source) -> Source:
-    """Shows FP8 weights in their dtype of origin, in a model that is not quantized."""
-    weights = list(fp8_weights(source))
-    return _ordinary(fp8_decoded(source, weights)) if weights else source
-
-
-def decoded_mxfp4(source: Source) -> Source:
-    """Shows MXFP4 stacks of experts in bfloat16, in a model that is not quantized."""
-    views = list(mxfp4_views(source))
-    return _ordinary(source.with_views(views)) if views else source
-
-
-def _ordinary(source: Source) -> Source:
-    """Shows a source without the config of the quantization that a view has undone."""
+def decoded(source: Source, form: Literal["fp8", "mxfp4"]) -> Source:
+    """Shows FP8 weights in their dtype of origin, or MXFP4 stacks in bfloat16, in a model that is not quantized."""
+    tag = dtype_of_origin(source)
+    views = [w.view(tag) for w in fp8_weights(source)] if form == "fp8" else [*mxfp4_views(source)]
+    if not views:
+        return source
     config = None if source.config is None else without_quantization(source.config)
-    return replace(source, config=config)
+    return replace(source.with_views(views), config=config)

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from io import FileIO
 from itertools import accumulate
@@ -56,11 +56,16 @@ FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are quantized with
 
 @dataclass(frozen=True)
 class Planned:
-    """Describes a tensor that is in a file or will be written."""
+    """Describes a tensor that is in a file, is computed from others, or will be written.
+
+    ``kn`` says whether a stack of experts is [E, K, N], None if that is not known; ``mxfp4`` that it was in MXFP4.
+    """
 
     name: str
     tag: str
     shape: tuple[int, ...]
+    kn: bool | None = field(default=None, kw_only=True)
+    mxfp4: bool = field(default=False, kw_only=True)
 
     @property
     def dtype(self) -> np.dtype:

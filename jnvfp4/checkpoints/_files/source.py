@@ -40,20 +40,16 @@ class View:
     """Describes a tensor that is computed from tensors of a source.
 
     Attributes:
-      tensor: its name, dtype and shape.
+      tensor: what it is.
       source: the source.
       parts: the names of the tensors that are read for it.
       array: computes it, or gives ``Rows`` that are computed when they are used.
-      kn: whether it is a stack of experts [E, K, N].
-      mxfp4: whether it is decoded from MXFP4.
     """
 
     tensor: Planned
     source: "Source"
     parts: tuple[str, ...]
     array: Callable[[], np.ndarray | Rows]
-    kn: bool = False
-    mxfp4: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,6 @@ class Source:
         """Returns a tensor whose rows are read or computed when they are used."""
         entry = self.entry(name)
         return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
-
-    def is_mxfp4(self, name: str) -> bool:
-        """Tells whether a tensor is decoded from MXFP4."""
-        return name in self.views and self.views[name].mxfp4
 
     def with_views(self, views: Iterable[View]) -> "Source":
         """Shows views in place of the tensors that they are made of."""
@@ -229,6 +221,23 @@ def _read_index(directory: Path) -> Mapping[str, str] | None:
             expected = "a name without a folder or NUL" if has_folder else f"a name that ends in {SHARD}"
             raise CheckpointError(f"names the file {name!r:.200}", expected, file=path, tensor=tensor)
     return index
+
+
+def without_quantization(config: JSON) -> JSON:
+    """Leaves out how a source was quantized, of a multimodal model also where it describes the language model."""
+    out = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(text := out.get("text_config"), dict):
+        out["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+    return out
+
+
+def index_file(shards: Mapping[str, Iterable[Planned]]) -> dict[str, JSON]:
+    """Makes the index of the tensors in several shards, by file name; one shard has none."""
+    if len(shards) == 1:
+        return {}
+    places = {p.name: (shard, p.nbytes) for shard, tensors in shards.items() for p in tensors}
+    size = sum(nbytes for _, nbytes in places.values())
+    return {INDEX: {"metadata": {"total_size": size}, "weight_map": {n: places[n][0] for n in sorted(places)}}}
 
 
 def _open_shards(directory: Path, names: list[str]) -> dict[str, File]:

@@ -8,7 +8,7 @@ ModelOptFp8PbWoLinearMethod read them; of compressed-tensors: [1], [N, 1] and [N
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,9 +109,3 @@ def dtype_of_origin(source: Source) -> str:
     """Gives the safetensors dtype that the model had before quantization according to its config; else BF16."""
     named = (config.get(key) for config in source.configs for key in ("dtype", "torch_dtype"))
     return next((_TAGS[name] for name in named if isinstance(name, str) and name in _TAGS), "BF16")
-
-
-def fp8_decoded(source: Source, weights: Iterable[Fp8Weight], tag: str | None = None) -> Source:
-    """Shows FP8 weights in the dtype ``tag``, by default that of origin."""
-    tag = dtype_of_origin(source) if tag is None else tag
-    return source.with_views(w.view(tag) for w in weights)

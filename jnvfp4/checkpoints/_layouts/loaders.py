@@ -1,4 +1,4 @@
-"""Makes the ignore list, which names the unquantized modules to loaders, and checks how each loader reads it.
+"""Reads the ignore list, which names the unquantized modules, and the targets of configs as loaders do.
 
 Loaders read the entries differently: as prefixes, substrings, patterns or expressions. A list that one of them reads in
 another way loads without an error and gives wrong numbers. So the entries are full names, and all readings are
@@ -7,23 +7,22 @@ simulated before anything is written.
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
+from typing import NamedTuple
 
 from ..._core.patterns import layer_of
-from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import Planned
-from .layouts import LayoutName
 from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_expert, split_role
 
 Reading = Callable[[str, str], bool]  # whether an entry of the list keeps a module
 
 
-def _prefix(entry: str, module: str) -> bool:
+def by_prefix(entry: str, module: str) -> bool:
     return module == entry or module.startswith(entry if entry.endswith(".") else f"{entry}.")
 
 
-def _substring(entry: str, module: str) -> bool:
+def by_substring(entry: str, module: str) -> bool:
     return entry in module or fnmatch.fnmatchcase(module, entry)
 
 
@@ -32,11 +31,11 @@ def _wildcards(entry: str) -> re.Pattern[str]:
     return re.compile(re.escape(entry).replace(r"\*", ".*"))
 
 
-def _full(entry: str, module: str) -> bool:
+def by_wildcards(entry: str, module: str) -> bool:
     return _wildcards(entry).fullmatch(module) is not None
 
 
-def _expression(entry: str, module: str) -> bool:
+def by_expression(entry: str, module: str) -> bool:
     if not entry.startswith("re:"):
         return module == entry
     try:
@@ -45,12 +44,12 @@ def _expression(entry: str, module: str) -> bool:
         return False
 
 
-# For each layout its loaders by name: how the loader reads an entry, and whether it looks up fused modules.
-READINGS: Mapping[LayoutName, Mapping[str, tuple[Reading, bool]]] = {
-    "modelopt": {"miles": (_prefix, False), "vLLM": (_substring, True), "SGLang": (_full, True)},
-    "compressed-tensors": {"compressed-tensors": (_expression, False)},
-    "te": {"jnvfp4": (_prefix, False)},
-}
+class Loader(NamedTuple):
+    """Describes how a loader reads an entry, whether it looks up fused modules, and whether ``lint`` asks it."""
+
+    reads: Reading
+    asks_fused: bool = False
+    lints: bool = True
 
 
 def fused_module(module: str) -> str:
@@ -65,49 +64,22 @@ def _experts_of(module: str) -> str | None:
     return expert[0] if expert else parent[:-1] if parent.endswith(".experts.") else None
 
 
-def ignore_list(kept: Iterable[str], quantized: Iterable[str], layout: LayoutName) -> list[str]:
-    """Lists the kept modules, the fused modules of which every part is kept, and the layers that are kept completely.
-
-    ``lm_head`` is in the list unless it is quantized: a loader rejects an empty list, and a tied head has no tensor.
-    """
-    kept, quantized = set(kept), set(quantized)
-    kept = sorted(kept | {"lm_head"} - quantized) or ["lm_head"]
-    if layout == "compressed-tensors":
-        return kept
+def fused_entries(kept: set[str], quantized: set[str]) -> set[str]:
+    """Lists kept modules and the fused ones of which every part is kept, which stand for experts."""
     fused_quantized = {fused_module(m) for m in quantized}
-    entries = set()
-    for module in kept:
-        fused = fused_module(module)
-        if fused not in fused_quantized:
-            entries.add(fused)
-        if fused in fused_quantized or _experts_of(module) is None:
-            entries.add(module)
-    if layout == "modelopt":
-        entries |= {f"{layer}.*" for layer in _layers(kept) - _layers(quantized)}
-    return sorted(entries)
+    whole = {fused for m in kept if (fused := fused_module(m)) not in fused_quantized}
+    return whole | {m for m in kept if fused_module(m) not in whole or _experts_of(m) is None}
+
+
+def layer_entries(kept: set[str], quantized: set[str]) -> set[str]:
+    """Lists the layers that are kept completely."""
+    return {f"{layer}.*" for layer in _layers(kept) - _layers(quantized)}
 
 
 def _layers(modules: Iterable[str]) -> set[str]:
     """Names the decoder layers of modules, such as ``model.layers.3``."""
     found = (re.match(r"^(.*?layers\.\d+)\.", m + ".") for m in modules if layer_of(m + ".") is not None)
     return {match[1] for match in found if match}
-
-
-def checked_ignore_list(kept: Collection[str], quantized: Collection[str], layout: LayoutName) -> list[str]:
-    """Makes the ignore list, and raises if a loader would keep a module that is quantized, or quantize a kept one."""
-    entries = ignore_list(kept, quantized, layout)
-    for loader, (reads, asks_fused) in READINGS[layout].items():
-        for modules, wanted in ((kept, True), (quantized, False)):
-            for module in modules:
-                asked = fused_module(module) if asks_fused else module
-                entry = next((e for e in entries if reads(e, asked)), None)
-                if (entry is not None) == wanted:
-                    continue
-                does = "would quantize it" if wanted else f"would keep it because of {entry!r}"
-                observed = f"module {module!r} is {'kept' if wanted else 'quantized'}, but {loader} {does}"
-                hint = "keep or quantize both, or choose another --format"
-                raise CheckpointError(observed, "the same reading by every loader", code=Exit.CONFLICT, hint=hint)
-    return entries
 
 
 def linear_modules(entries: Iterable[Planned]) -> list[str]:

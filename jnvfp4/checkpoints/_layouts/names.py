@@ -10,6 +10,7 @@ from dataclasses import dataclass
 WEIGHT = ".weight"
 _STACK = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)$")
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)((?:\..*)?)")
+KV_SCALE = re.compile(r"((?:.*?\.)?)(?:[kv]_proj\.)?([kv])_scale")  # what it is in, and k or v
 
 # Projections that loaders fuse, by the last part of the module's name.
 FUSED: tuple[tuple[str, ...], ...] = (
@@ -83,6 +84,11 @@ def is_other(module: str) -> bool:
     """Tells whether a module is no projection of the language model: a norm, a vision tower, an adapter."""
     parts = module.split(".")
     return "vit" in parts or any(o in part for part in parts for o in _OTHER)
+
+
+def is_kv_scale(name: str) -> bool:
+    """Tells whether a tensor is a scale of the KV cache, which is a decode scale in every layout."""
+    return KV_SCALE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.safetensors import FLOATS
 from .._files.source import CONFIG, Source, open_source, read_hf_quant
-from .configs import ALGORITHMS, PACKED
-from .fp8 import Fp8Weight, fp8_decoded, fp8_weights
-from .layouts import COMPRESSED_TENSORS, MODELOPT, TE, Layout, Parts, decode_scale_of
+from .base import Layout, Parts
+from .fp8 import Fp8Weight, dtype_of_origin, fp8_weights
+from .layouts import LAYOUTS
 from .names import WEIGHT, module_of
+from .te import TE
 from .unsupported import config_refusal, tensor_refusal
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -60,7 +61,7 @@ class Weight:
     @property
     def decode(self) -> np.ndarray:
         """S_dec in float32: [], [N] if each row has its own, or [E] of a stack."""
-        d = decode_scale_of(self.layout, self.global_scale, self.e4m3_max)
+        d = self.layout.to_decode(self.global_scale, self.e4m3_max)
         return d.reshape(()) if d.size == 1 and not self.stacked else d
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:
@@ -106,7 +107,7 @@ class Stored:
         e4m3_max = section.get("e4m3_max", 448) if isinstance(section, dict) else 448
         if e4m3_max not in (448, 256):
             raise CheckpointError(f"e4m3_max is {e4m3_max!r}", "448 or 256", file=self.source.directory / CONFIG)
-        return 256 if e4m3_max == 256 and self.layout is TE else 448
+        return 256 if e4m3_max == 256 and self.layout.stores_amax else 448
 
     def parts(self, module: str) -> Parts:
         """Names the tensors of a quantized weight."""
@@ -153,7 +154,7 @@ class Stored:
     @property
     def others(self) -> Iterator[str]:
         """The names of the tensors that are no part of a quantized weight, sorted."""
-        parts = {name for m in self.modules for name in vars(self.parts(m)).values()}
+        parts = {name for m in self.modules for name in self.parts(m)}
         return (name for name in sorted(self.source.places) if name not in parts)
 
     @property
@@ -170,22 +171,18 @@ class Stored:
 
 def layout_of(source: Source) -> Layout | None:
     """Finds the layout of a checkpoint from the names in it, or from its config; None if it is no NVFP4 checkpoint."""
-    for layout in (COMPRESSED_TENSORS, TE, MODELOPT):
+    for layout in reversed(LAYOUTS.values()):
         if any(name.endswith(layout.global_suffixes) for name in source.places):
             return layout
     config = (source.config or {}).get("quantization_config")
-    if not isinstance(config, dict):
-        return None
-    method = config.get("quant_method")  # decides without global scales: a conversion may quantize nothing
-    if method == "jnvfp4":
-        return TE
-    if any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places):
-        return None  # a quantized weight, which is damaged or of another format
-    if method == "modelopt" and config.get("quant_algo") in ALGORITHMS:
-        return MODELOPT
-    if method == "compressed-tensors" and config.get("format") == PACKED:
-        return COMPRESSED_TENSORS
-    return None
+    named = next((x for x in LAYOUTS.values() if isinstance(config, dict) and x.is_named_by(config)), None)
+    # The config decides without global scales: a conversion may quantize nothing. Other weights that are quantized are
+    # damaged, or of another format.
+    return named if named and (named.stores_amax or not _has_codes(source)) else None
+
+
+def _has_codes(source: Source) -> bool:
+    return any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
 
 
 def open_stored(path: Path, *, ordinary: bool = False, fp8_tag: str | None = None) -> Stored:
@@ -201,8 +198,7 @@ def open_stored(path: Path, *, ordinary: bool = False, fp8_tag: str | None = Non
     source = open_source(path)
     if refusal := config_refusal(source):
         raise refusal
-    codes = any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
-    ordinary = ordinary and layout_of(source) is None and not codes and not _names_quantization(source)
+    ordinary = ordinary and layout_of(source) is None and not _has_codes(source) and not _names_quantization(source)
     stored = Stored(source, TE, []) if ordinary else stored_of(source, fp8_tag)
     if refusal := tensor_refusal(stored.source, stored.kept):
         raise refusal
@@ -225,7 +221,7 @@ def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
         raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
     modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
     fp8 = {module_of(w.entry.name): w for w in fp8_weights(source)}
-    viewed = fp8_decoded(source, fp8.values(), fp8_tag)
+    viewed = source.with_views(w.view(fp8_tag or dtype_of_origin(source)) for w in fp8.values())
     stored = Stored(viewed, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks), fp8)
     for module in stored.modules:
         _check_weight(stored, module)
@@ -244,7 +240,7 @@ def _check_weight(stored: Stored, module: str) -> None:
         expected = f"U8, {rank} axes, whole blocks, not empty"
         raise CheckpointError(f"is {codes.tag} {list(codes.shape)}", expected, tensor=codes.name)
     vector = codes.shape[:1]  # a global scale per expert or per row
-    shapes = [vector] if rank == 3 else [(), (1,), *([vector] if layout is TE else [])]
+    shapes = [vector] if rank == 3 else [(), (1,), *([vector] if layout.stores_amax else [])]
     for entry, tag, fitting in ((scales, layout.scales_tag, possible), (scale, "F32", shapes)):
         if entry.tag != tag or entry.shape not in fitting:
             expected = f"{tag} {' or '.join(str(list(p)) for p in fitting)}"

@@ -12,10 +12,11 @@ from .._files.errors import CheckpointError
 from .._files.files import CHUNK_BYTES, pieces
 from .._files.safetensors import FLOATS, JSON, Planned
 from .._files.source import CONFIG, Source, read_hf_quant
-from .configs import ALGORITHMS, PACKED, quantization_config
-from .layouts import COMPRESSED_TENSORS, MODELOPT, Layout, Parts, decode_scale_of, is_kv_scale
-from .loaders import READINGS, linear_modules
-from .names import FUSED, WEIGHT, split_expert, split_role
+from .base import Layout, Parts, Quantization
+from .layouts import LAYOUTS, nvfp4_values
+from .loaders import Reading, linear_modules
+from .modelopt import ALGORITHMS
+from .names import FUSED, is_kv_scale, split_expert, split_role
 from .stored import Stored, layout_of, scale_shapes
 from .unsupported import config_refusal, tensor_refusal
 
@@ -66,19 +67,19 @@ class Item:
     @property
     def decode(self) -> np.ndarray | None:
         """S_dec of the weight."""
-        return None if self.global_scale is None else decode_scale_of(self.layout, self.global_scale, self.e4m3_max)
+        return None if self.global_scale is None else self.layout.to_decode(self.global_scale, self.e4m3_max)
 
     @property
     def bad_globals(self) -> int:
         """How many global scales are zero, negative, infinite or NaN. An amax may be zero."""
-        return 0 if self.global_scale is None else _count_bad(self.global_scale, zero=self.layout.meaning == "amax")
+        return 0 if self.global_scale is None else _count_bad(self.global_scale, zero=self.layout.stores_amax)
 
     @cached_property
     def activation_decode(self) -> np.ndarray | None:
         """S_dec of the activations; NaN where it is zero, negative, not finite, or too small to be inverted."""
         if self.activation is None:
             return None
-        value = decode_scale_of(self.layout, self.activation)
+        value = self.layout.to_decode(self.activation)
         usable = np.isfinite(self.activation) & (self.activation > 0) & (value >= TINY)
         return np.where(usable, value, np.float32(np.nan))
 
@@ -147,20 +148,16 @@ class Survey:
     @cached_property
     def mixed(self) -> bool:
         """Whether other formats stand beside NVFP4: then no config can be made from the tensors alone."""
-        form = (self.config or {}).get("format")
         packed = ("F8_E4M3", "F8_E5M2", "I8", "U8")
         others = (self.source.entry(n) for n in self.stored.others)
         coded = any(e.tag in packed and len(e.shape) >= 2 and not e.name.endswith("scale") for e in others)
-        return coded or bool(self.algorithms - set(ALGORITHMS)) or form not in (None, PACKED)
+        named = self.algorithms <= {*nvfp4_values("quant_algo")}
+        return coded or not named or (self.config or {}).get("format") not in (None, *nvfp4_values("format"))
 
     @cached_property
     def weight_only(self) -> bool | None:
         """Whether the config leaves activations in high precision; None if it does not say."""
-        if self.layout is MODELOPT and self.algorithms:
-            return self.algorithms == {ALGORITHMS[1]}
-        if self.layout is not COMPRESSED_TENSORS or not self.groups:
-            return None
-        return all(g.get("input_activations") is None for g in self.groups)
+        return self.layout.weight_only(self.algorithms, self.groups)
 
     @cached_property
     def groups(self) -> list[JSON]:
@@ -185,7 +182,7 @@ class Survey:
             return False
         if tensor_refusal(self.source, self.stored.others) is not None:  # such as AWQ's factors
             return False
-        made = quantization_config(self.layout.name, [], weight_only=False, fp8_kv_cache=True)
+        made = self.layout.config(Quantization([], weight_only=False, fp8_kv_cache=True))
         known = {*_keys(made), "kv_cache_quant_algo", *_HARMLESS}
         hf_quant = read_hf_quant(self.source)
         sections = [c.get("quantization_config") or {} for c in self.source.configs]
@@ -205,8 +202,8 @@ class Survey:
 
     def leaves_activations(self, module: str) -> bool:
         """Tells whether loaders look for no scale of a module's activations, while they may for those of others."""
-        if self.layout is COMPRESSED_TENSORS and not self.one_input:
-            group = self._group_of(module)
+        if self.layout.targets is not None and not self.one_input:
+            group = self._group_of(module, self.layout.targets)
             return group.get("input_activations") is None or _is_dynamic(group)
         if self.dynamic:
             return True
@@ -214,9 +211,8 @@ class Survey:
         above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
         return next((self._algorithm_of[p] for p in above if p in self._algorithm_of), None) == ALGORITHMS[1]
 
-    def _group_of(self, module: str) -> JSON:
-        """Finds the group that loaders of compressed-tensors take: the first that names the module, or its class."""
-        reads = READINGS["compressed-tensors"]["compressed-tensors"][0]
+    def _group_of(self, module: str, reads: Reading) -> JSON:
+        """Finds the group that loaders take: the first that names the module, or its class."""
         targets = [(g, [t for t in g.get("targets") or () if isinstance(t, str)]) for g in self.groups]
         named = (g for g, found in targets if any(reads(t, module) for t in found))
         return next(named, next((g for g, found in targets if "Linear" in found), {}))
@@ -303,8 +299,8 @@ def survey(source: Source, ranks: int | None = None) -> Survey:
 
 def _coded_module(source: Source, layout: Layout, name: str) -> str:
     """Gives the module of a tensor of codes that has block scales, with or without a global scale."""
-    module = name.removesuffix(layout.codes) if name.endswith(layout.codes) else ""
-    scales = module + layout.scales
+    module = name.removesuffix(layout.suffixes.codes) if name.endswith(layout.suffixes.codes) else ""
+    scales = module + layout.suffixes.scales
     coded = bool(module) and source.entry(name).tag == "U8" and scales in source.places
     return module if coded and source.entry(scales).tag == layout.scales_tag == "F8_E4M3" else ""
 
@@ -341,6 +337,6 @@ def _lie(codes: Planned, scales: Planned, layout: Layout, stacked: bool) -> Lie:
 def module_entries(source: Source) -> Iterator[tuple[str, Planned]]:
     """Gives the weights of all modules, quantized or not, by module: one tensor each, in the order of their names."""
     for entry in source.entries():
-        for suffix in (WEIGHT, COMPRESSED_TENSORS.codes):
+        for suffix in {layout.suffixes.codes for layout in LAYOUTS.values()}:
             if entry.name.endswith(suffix):
                 yield entry.name.removesuffix(suffix), entry

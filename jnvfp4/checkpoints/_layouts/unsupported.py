@@ -11,13 +11,14 @@ from typing import Any
 from .._files.errors import CheckpointError
 from .._files.safetensors import JSON
 from .._files.source import CONFIG, HF_QUANT, Source, read_hf_quant
-from .configs import ALGORITHMS, FP8_KV_CACHE, PACKED
+from .compressed_tensors import FP8_KV_CACHE
+from .layouts import nvfp4_values
 
 _HINT = "export the model again with NVFP4 and FP8 alone, or read it with the software that wrote it"
 # By the bits of a group's weights: the values of its entries, in compressed-tensors and in what Model Optimizer makes
 # alike. The activations of a group have as many bits as its weights, or are in high precision.
 _GROUPS: Mapping[int, Mapping[str, tuple[object, ...]]] = {
-    4: {"strategy": ("tensor_group",), "format": (PACKED,), "input_strategy": ("tensor_group",)},
+    4: {"strategy": ("tensor_group",), "format": nvfp4_values("format"), "input_strategy": ("tensor_group",)},
     8: {
         "strategy": ("tensor", "channel", "block"),
         "format": ("float-quantized", "naive-quantized"),
@@ -27,7 +28,7 @@ _GROUPS: Mapping[int, Mapping[str, tuple[object, ...]]] = {
 }
 # The values of entries that say how tensors are stored, wherever they are in a config. null is known too.
 _KNOWN: Mapping[str, tuple[object, ...]] = {
-    "quant_algo": (*ALGORITHMS, "NVFP4_AWQ", "MIXED_PRECISION"),
+    "quant_algo": (*nvfp4_values("quant_algo"), "NVFP4_AWQ", "MIXED_PRECISION"),
     "num_bits": (4, 8),
     "type": ("float",),
     "strategy": tuple(s for known in _GROUPS.values() for s in (*known["strategy"], *known["input_strategy"])),
