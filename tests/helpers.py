@@ -210,7 +210,10 @@ def dequantize_by_formula(data, scale, amax, e4m3_max: int = 448, dtype=np.float
 
 def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
     """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, or their windows of 64, or single k for a
-    16-bit ``a``. 2-D only."""
+    16-bit ``a``."""
+    if len(a.shape) > 2:
+        matrices = zip(a, b if len(b.shape) > 2 else [b] * a.shape[0], strict=True)
+        return np.stack([matmul_by_formula(*pair, bias, dtype) for pair in matrices])
     with np.errstate(all="ignore"):
         y = np.zeros((a.shape[0], b.shape[0]), np.float32)
         windows = _windowed(a) or _windowed(b)

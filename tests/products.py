@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stand_in
-from helpers import bits, decoded, random_tensor
+from helpers import amax_shape, bits, decoded, random_tensor
 
 import jnvfp4
 from jnvfp4 import Format, NVFP4Tensor
@@ -34,7 +35,7 @@ def over(name, values):
 
 
 @contextlib.contextmanager
-def hang_guard(seconds: int = 120) -> Iterator[None]:
+def hang_guard(seconds: int = 300) -> Iterator[None]:
     """Stops the process if a kernel never ends, since nothing else can; operands are made on the CPU."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     with jax.default_device(jax.devices("cpu")[0]):
@@ -110,13 +111,28 @@ def with_nan_scale(t: NVFP4Tensor, *row: int) -> NVFP4Tensor:
     return NVFP4Tensor(t.data, jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn)), t.amax, t.format)
 
 
-def order_free_operands(left, shape, *, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=(), a_amax=None, b_amax=None):
-    """Operands whose products add up to the same bits in any order, up to K of 14336."""
-    m, n, k = shape
-    b = random_tensor(1, (*b_lead, n, k), b_format, scales=NARROW, amax=b_amax)
+def operands(
+    left, shape, *, order_free=False, a_format=TENSOR, b_format=TENSOR, lead=(), b_lead=(), a_amax=None, b_amax=None
+):
+    """Random operands; if ``order_free``, such that their products add up to the same bits in any order, up to K of
+    14336: the factors of windows are powers of two then."""
+    (m, n, k), windows = shape, WINDOW in (a_format, b_format)
+
+    def tensor(seed, shape, fmt, amax):
+        if order_free and windows and amax is None:
+            powers = np.random.default_rng(seed + 10).integers(-1, 2, amax_shape(fmt.amax_scope, shape))
+            amax = 6 * fmt.e4m3_max * 2.0**powers
+        return random_tensor(seed, shape, fmt, amax=amax, scales=NARROW if order_free else range(1, 0x7F))
+
+    b = tensor(1, (*b_lead, n, k), b_format, b_amax)
     if left is None:
-        return random_tensor(0, (*lead, m, k), a_format, scales=NARROW, amax=a_amax), b
-    return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+        return tensor(0, (*lead, m, k), a_format, a_amax), b
+    if order_free:
+        return jnp.asarray(np.random.default_rng(0).integers(-8, 9, (*lead, m, k)).astype(left)), b
+    return dense((*lead, m, k), left), b
+
+
+order_free_operands = functools.partial(operands, order_free=True)
 
 
 def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:

@@ -1,4 +1,4 @@
-"""Runs the scripts in examples/ as a user would, and programs in two processes."""
+"""Runs scripts of examples/ and modules of benchmarks/ as a user would, and programs in two processes."""
 
 import os
 import pathlib
@@ -12,10 +12,13 @@ PNG = b"\x89PNG"
 
 
 def run(script: str, *arguments: str, cwd: pathlib.Path, timeout: float = 300) -> str:
+    """What a script of examples/ prints, or a module of the repository."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["JAX_PLATFORMS"] = "cpu"
+    paths = filter(None, (environment.get("PYTHONPATH"), str(ROOT)))
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    program = [str(EXAMPLES / script)] if script.endswith(".py") else ["-m", script]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
+        [sys.executable, *program, *arguments],
         cwd=cwd,
         env=environment,
         capture_output=True,

@@ -84,14 +84,10 @@ def check(library, a, b, bias=None, out=np.float32) -> None:
     assert_bitwise(got, jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out))
 
 
-@pytest.mark.parametrize("count", [64, 65])
-def test_many_matrices(library, count):
-    """The library is called for each, so more than 64 are decoded."""
-    a, b = order_free_operands(None, (66, 32, 32), a_format=ROW, lead=(count,), b_lead=(count,))
-    if count == 64:
-        check(library, a, b)
-    reason = ask_stand_in(library, a, b, kernel=KERNEL)[2]
-    assert reason == ("" if count == 64 else f"{KERNEL} cannot: it takes at most 64 matrices")
+def test_more_than_64_matrices_are_refused(library):
+    """The library is called for each."""
+    a, b = order_free_operands(None, (66, 32, 32), lead=(65,), b_lead=(65,))
+    assert ask_stand_in(library, a, b, kernel=KERNEL)[2] == f"{KERNEL} cannot: it takes at most 64 matrices"
 
 
 # ---------------------------------------------------------------- the whole way

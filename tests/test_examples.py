@@ -197,21 +197,6 @@ def test_rl_trains_on_the_bits_of_its_rollouts(tmp_path):
 
 
 @pytest.mark.long
-def test_compare_recipes_writes_table_and_picture(tmp_path):
-    needs_plots()
-    arguments = ("--size", "64", "--only", "row_scaled,2d_mse", "--out", "compared")
-    out = run("compare_recipes.py", *arguments, cwd=tmp_path)
-    assert out.count("FOUR_OVER_SIX_2D_MSE_256") == 3  # kinds of data
-    assert (tmp_path / "compared" / "compare_recipes.png").read_bytes().startswith(PNG)
-    results = json.loads((tmp_path / "compared" / "compare_recipes.json").read_text())
-    assert list(results["specs"]) == ["normal", "heavy-tailed", "outlier rows"]
-    for kind, rows in results["specs"].items():
-        assert list(rows) == ["ROW_SCALED", "FOUR_OVER_SIX_2D_MSE_256"]
-        assert 0.05 < rows["ROW_SCALED"]["row_error"] < 0.12
-        assert 0.05 < results["recipes"][kind]["row_scaled"]["relative_error"] < 0.25
-
-
-@pytest.mark.long
 def test_serve_converted_compares_the_models(tmp_path):
     pytest.importorskip("tqdm", reason="needs the extra [examples]")
     arguments = ("--steps", "20", "--format", "te", "--recipe", "row-scaled", "--out", "served")
@@ -224,19 +209,6 @@ def test_serve_converted_compares_the_models(tmp_path):
     assert 0.005 < metrics["nvfp4"]["logits_relative_error"] < 0.03
     config = json.loads((tmp_path / "served" / "nvfp4" / "config.json").read_text())
     assert config["quantization_config"]["amax_scope"] == "row"
-
-
-@pytest.mark.long
-def test_small_weights_shows_the_same_error_for_every_size_of_weights(tmp_path):
-    needs_plots()
-    out = run("small_weights.py", "--size", "128", "--out", "compared", cwd=tmp_path)
-    assert (tmp_path / "compared" / "small_weights.png").read_bytes().startswith(PNG)
-    results = json.loads((tmp_path / "compared" / "small_weights.json").read_text())
-    ours = results["relative_errors"][f"jnvfp4 {jnvfp4.__version__}"]
-    assert len(ours) == len(results["standard_deviations"]) == 30
-    assert all(0.09 < error < 0.1 for error in ours)
-    if importlib.util.find_spec("qwix") is None:
-        assert "qwix is not installed" in out
 
 
 # ---------------------------------------------------------------- examples/lm

@@ -1,1 +1,1 @@
-"""The language model that several examples share: its sizes, text, layers, training and Hugging Face names."""
+"""The language model that examples and benchmarks share: sizes, text, layers, training and Hugging Face names."""

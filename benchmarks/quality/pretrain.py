@@ -19,10 +19,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jnvfp4 import Recipe, recipes
 from lm.config import Config
-from lm.corpus import Corpus
 from lm.data import val_batches
 from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
 from lm.train import adamw, init_optimizer, learning_rate
+
+from .corpus import Corpus
 
 BRANCH = 0.9  # of the steps: where a run continues another way
 VALIDATIONS = 10  # of a run

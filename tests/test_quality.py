@@ -1,45 +1,48 @@
-"""examples/pretrain_lm.py, examples/quantize_trained.py, and what they share in examples/lm."""
+"""benchmarks/quality: what its modules print and write, and what they take from examples/lm."""
 
 import dataclasses
 import importlib
+import importlib.util
 import json
 import math
 import pathlib
 import re
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripts import EXAMPLES, PNG, ROOT, run
+from scripts import PNG, ROOT, run
 
 import jnvfp4
 from jnvfp4 import recipes
 
+sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one tested
 MEASURED = ROOT / "benchmarks/results/pretrain_lm"
 
 
 @pytest.fixture
-def model(monkeypatch):
+def model():
     """The module lm.model; lm.config can be imported, too."""
-    monkeypatch.syspath_prepend(EXAMPLES)
+    importlib.import_module("benchmarks.quality")
     return importlib.import_module("lm.model")
 
 
 @pytest.fixture
 def pretrain(model):
-    """The module lm.pretrain."""
+    """The module benchmarks.quality.pretrain."""
     for name in ("tqdm", "orbax.checkpoint"):
         pytest.importorskip(name, reason="needs the extra [pretrain]")
-    return importlib.import_module("lm.pretrain")
+    return importlib.import_module("benchmarks.quality.pretrain")
 
 
 @pytest.fixture
 def corpus(model):
-    """The module lm.corpus."""
+    """The module benchmarks.quality.corpus."""
     pytest.importorskip("tokenizers", reason="needs the extra [pretrain]")
-    return importlib.import_module("lm.corpus")
+    return importlib.import_module("benchmarks.quality.corpus")
 
 
 def small_config(**changes):
@@ -93,7 +96,7 @@ def test_bf16_forward_changes_the_forward_pass_alone(model):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
-# ---------------------------------------------------------------- examples/lm/corpus.py
+# ---------------------------------------------------------------- the corpus
 def write_files(folder: pathlib.Path, count: int) -> None:
     (folder / "deep").mkdir(parents=True)
     for i in range(count):
@@ -133,9 +136,9 @@ def test_corpus_is_kept_in_a_file(corpus, tmp_path):
         corpus.build([], 300)
 
 
-# ---------------------------------------------------------------- examples/lm/pretrain.py
+# ---------------------------------------------------------------- runs
 def trainer(pretrain, folder: pathlib.Path, sha256: str = "0", deadline: float | None = None, **sizes):
-    from lm.corpus import Corpus, Source
+    from benchmarks.quality.corpus import Corpus, Source
 
     text = Corpus(random_tokens(2000), random_tokens(300), Source(sha256, 1, 2300, 2000, 300, 64))
     return pretrain.Trainer(small_config(**sizes), text, folder, deadline)
@@ -216,14 +219,42 @@ def test_ends_are_bfloat16(pretrain):
     assert len(set(middle)) == 1
 
 
-# ---------------------------------------------------------------- the scripts
+# ---------------------------------------------------------------- what is printed and written
+@pytest.mark.long
+def test_compare_recipes_writes_table_and_picture(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra [examples]")
+    arguments = ("--size", "64", "--only", "row_scaled,2d_mse", "--out", "compared")
+    out = run("benchmarks.quality.compare_recipes", *arguments, cwd=tmp_path)
+    assert out.count("FOUR_OVER_SIX_2D_MSE_256") == 3  # kinds of data
+    assert (tmp_path / "compared" / "compare_recipes.png").read_bytes().startswith(PNG)
+    results = json.loads((tmp_path / "compared" / "compare_recipes.json").read_text())
+    assert list(results["specs"]) == ["normal", "heavy-tailed", "outlier rows"]
+    for kind, rows in results["specs"].items():
+        assert list(rows) == ["ROW_SCALED", "FOUR_OVER_SIX_2D_MSE_256"]
+        assert 0.05 < rows["ROW_SCALED"]["row_error"] < 0.12
+        assert 0.05 < results["recipes"][kind]["row_scaled"]["relative_error"] < 0.25
+
+
+@pytest.mark.long
+def test_small_weights_shows_the_same_error_for_every_size_of_weights(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra [examples]")
+    out = run("benchmarks.quality.small_weights", "--size", "128", "--out", "compared", cwd=tmp_path)
+    assert (tmp_path / "compared" / "small_weights.png").read_bytes().startswith(PNG)
+    results = json.loads((tmp_path / "compared" / "small_weights.json").read_text())
+    ours = results["relative_errors"][f"jnvfp4 {jnvfp4.__version__}"]
+    assert len(ours) == len(results["standard_deviations"]) == 30
+    assert all(0.09 < error < 0.1 for error in ours)
+    if importlib.util.find_spec("qwix") is None:
+        assert "qwix is not installed" in out
+
+
 @pytest.mark.long
 def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra [pretrain]")
     text = tmp_path / "text"
     write_files(text, 3000)
     arguments = ("--arms", "bf16", "plain", "--seeds", "0", "1", "--steps", "10", "--text", str(text), "--out", "runs")
-    out = run("pretrain_lm.py", *arguments, cwd=tmp_path)
+    out = run("benchmarks.quality.pretrain_lm", *arguments, cwd=tmp_path)
     assert re.search(r"\| plain \| 2 \| [\d.]+ \| [-+][\d.]+ ± [\d.]+ \|", out)
     assert "D/N = 0.0" in out
     metrics = json.loads((tmp_path / "runs/metrics.json").read_text())
@@ -234,10 +265,11 @@ def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
     unfinished = {"arm": "plain", "seed": 2, "steps": [1], "train": [9.0]}
     metrics["runs"].append(metrics["runs"][0] | unfinished | {"val_steps": [], "val": []})
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
-    again = run("pretrain_lm.py", "--report", "metrics.json", "--out", "again", cwd=tmp_path)
+    again = run("benchmarks.quality.pretrain_lm", "--report", "metrics.json", "--out", "again", cwd=tmp_path)
     assert again.strip() in out
 
-    out = run("quantize_trained.py", "runs/bf16/seed0", "runs/bf16/seed1", "--batches", "2", "--out", ".", cwd=tmp_path)
+    arguments = ("runs/bf16/seed0", "runs/bf16/seed1", "--batches", "2", "--out", ".")
+    out = run("benchmarks.quality.quantize_trained", *arguments, cwd=tmp_path)
     assert "16 tensors of the checkpoint converter, layout modelopt, have the bytes of quantize" in out
     assert "16 tensors of the checkpoint converter, layout te, have the bytes of quantize" in out
     rows = json.loads((tmp_path / "quantized.json").read_text())["rows"]
@@ -254,13 +286,14 @@ def test_documented_runs_are_the_measured_ones(pretrain, tmp_path):
     """The rows of docs/results.md are what the command beside them prints."""
     pytest.importorskip("matplotlib", reason="needs the extra [pretrain]")
     arguments = ("--report", str(MEASURED / "metrics.json"), "--out", ".")
-    rows = [line for line in run("pretrain_lm.py", *arguments, cwd=tmp_path).splitlines() if line.startswith("|")]
+    printed = run("benchmarks.quality.pretrain_lm", *arguments, cwd=tmp_path)
+    rows = re.findall(r"^\|.*", printed, flags=re.M)
     assert len(rows) > 10
     assert [row for row in rows if row not in documented()] == []
 
 
 def test_documented_quantized_models_are_the_measured_ones(pretrain):
-    quantize_trained = importlib.import_module("quantize_trained")
+    quantize_trained = importlib.import_module("benchmarks.quality.quantize_trained")
     rows = quantize_trained.table(json.loads((MEASURED / "quantized.json").read_text())["rows"]).splitlines()
     assert len(rows) == 14
     assert [row for row in rows if row not in documented()] == []

@@ -1,8 +1,8 @@
-"""Quantizes models that pretrain_lm.py trained in bfloat16, and measures what each inference recipe costs.
+"""Quantizes models that pretrain_lm trained in bfloat16, and measures what each inference recipe costs.
 
     pip install ".[pretrain]"
-    python examples/pretrain_lm.py --arms bf16 --seeds 0 1 2
-    python examples/quantize_trained.py out/pretrain_lm/bf16/seed*
+    python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2
+    python -m benchmarks.quality.quantize_trained out/pretrain_lm/bf16/seed*
 
 Nothing is trained or calibrated. The weights of the linear layers of all blocks are quantized, or weights and
 activations, and the perplexity of windows spread evenly over the validation text is computed. The gap of a recipe is
@@ -33,12 +33,13 @@ from jax import Array
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe, four_over_six
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
-from lm import corpus
 from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
 from lm.model import Tree, bf16_linear, loss_fn, quantized_linear
-from lm.pretrain import BASELINE, Checkpoint, gap, read_finished
+
+from . import corpus
+from .pretrain import BASELINE, Checkpoint, gap, read_finished
 
 Specs = tuple[QuantSpec | None, QuantSpec]  # of x (None: left in bfloat16) and of w
 
@@ -134,7 +135,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Quantizes trained models and compares perplexities.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of pretrain_lm.py")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of pretrain_lm")
     parser.add_argument("--tokens", type=Path, help="file of the tokens (default: tokens.npz, two folders above a run)")
     parser.add_argument("--batches", type=int, default=64, help="of the validation text (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/quantize_trained"), help="folder for quantized.json")
@@ -176,7 +177,7 @@ def main() -> None:
     try:
         rows = measure(args)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"quantize_trained.py: {error}") from None
+        raise SystemExit(f"quantize_trained: {error}") from None
     print(table(rows))
     args.out.mkdir(parents=True, exist_ok=True)
     results = {

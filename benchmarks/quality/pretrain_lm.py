@@ -1,9 +1,9 @@
 """Pretrains a small Llama in bfloat16 and by several recipes, in pairs, and compares the losses.
 
     pip install ".[pretrain]"
-    python examples/pretrain_lm.py --arms bf16 pretrain --seeds 0 1
-    python examples/pretrain_lm.py --arms bf16 pretrain --seeds 0 1 --minutes 30  # stops, or continues where it stopped
-    python examples/pretrain_lm.py --report out/pretrain_lm
+    python -m benchmarks.quality.pretrain_lm --arms bf16 pretrain --seeds 0 1
+    python -m benchmarks.quality.pretrain_lm --arms bf16 pretrain --seeds 0 1 --minutes 30  # stops, or continues
+    python -m benchmarks.quality.pretrain_lm --report out/pretrain_lm
 
 The text is the source code and documentation of the installed packages, so nothing is downloaded; a byte-pair tokenizer
 with 8192 tokens is trained on it. The hash that is printed names the text: another set of packages is another corpus.
@@ -39,10 +39,11 @@ import jax
 import matplotlib
 import numpy as np
 
-from lm import corpus
 from lm.config import Config, step_count
 from lm.model import init_params
-from lm.pretrain import ARMS, BASELINE, Run, Trainer, block_weights, gap
+
+from . import corpus
+from .pretrain import ARMS, BASELINE, Run, Trainer, block_weights, gap
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -269,7 +270,7 @@ def main() -> None:
     try:
         report(args.report, args.out) if args.report else train(args)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"pretrain_lm.py: {error}") from None
+        raise SystemExit(f"pretrain_lm: {error}") from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares the error of NVFP4 weights here and in Qwix, from very small weights to very large ones.
 
     pip install ".[examples]" qwix==0.1.8
-    python examples/small_weights.py
+    python -m benchmarks.quality.small_weights
 
 NVFP4 has one E4M3 scale per 16 values. E4M3 numbers go from 2^-9 to 448, so the format has a second scale, a float32
 number for the tensor, which moves the block scales into that range. Qwix 0.1.8 leaves it out: the block scales of small

@@ -1,8 +1,8 @@
 """Compares the errors of every named spec and recipe on normal, heavy-tailed and outlier-row data.
 
     pip install ".[examples]"
-    python examples/compare_recipes.py
-    python examples/compare_recipes.py --size 256 --only row_scaled,window64 --out out/scopes
+    python -m benchmarks.quality.compare_recipes
+    python -m benchmarks.quality.compare_recipes --size 256 --only row_scaled,window64 --out out/scopes
 
 Prints the ``quantization_report`` of each spec, and the error of x w^T when the forward GEMM of each recipe computes it
 (x of all three kinds of data, w normal). ``--out`` receives the same as ``compare_recipes.png`` and
