@@ -450,7 +450,7 @@ def test_sums_of_negative_zeros_are_positive(run, of):
 def test_sums_of_windows_that_are_taken_for_exact(tmp_path):
     """By sm90_nvfp4_pinned_prepared, on a model of tensor cores."""
     root, program = Path(__file__).parents[1], tmp_path / "window_sums"
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", f"-I{root / 'ffi'}"]
+    flags = ["-std=c++20", "-O2", "-ffp-contract=off", f"-I{root / 'ffi'}"]
     subprocess.run(["g++", *flags, root / "tests/cpp/window_sums.cc", "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
