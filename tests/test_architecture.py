@@ -205,7 +205,7 @@ def test_paths_in_the_documents_exist(page):
 
 def test_the_files_to_change_are_counted():
     table = rows(PAGE, "to add", "files", "which")
-    assert len(table) == 4
+    assert len(table) == 5
     assert [(what, int(count)) for what, count, which in table] == [(row[0], len(code(row[2]))) for row in table]
 
 

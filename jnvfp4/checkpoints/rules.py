@@ -287,8 +287,8 @@ def _formats(s: Survey) -> Iterator[tuple[str, str]]:
         yield CONFIG, f"does not say that weights are {s.layout.name}"
     elif s.config is not None and not str(method).startswith(expected):
         yield CONFIG, f"quant_method is {method!r}; the tensors are those of {expected}"
-    for key, known in () if s.layout.hf_quant_keys or s.config is None else s.layout.nvfp4.items():
-        if s.config.get(key) is None:
+    for key, known in () if s.layout.hf_quant_keys else s.layout.nvfp4.items():
+        if s.config is not None and s.config.get(key) is None:
             yield CONFIG, f"has no {key}; expected {known[0]!r}"
     if len(s.algorithms) > 1:
         yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(s.algorithms))}"
