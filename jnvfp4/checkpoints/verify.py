@@ -15,7 +15,7 @@ from ._convert.options import ExpertLayout
 from ._convert.views import decoded_fp8, decoded_mxfp4, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
-from ._files.safetensors import FLOATS, JSON
+from ._files.safetensors import JSON
 from ._files.source import Source, open_source
 from ._layouts.fp8 import Fp8Weight
 from ._layouts.layouts import COMPRESSED_TENSORS, is_kv_scale
@@ -263,11 +263,10 @@ def _check_kept(source: Source, stored: Stored, name: str) -> Record:
     if name not in source.places:
         raise _failure(name, "is not in the source", "", stored)
     other = source.entry(name)
-    narrowed = entry.tag == "BF16" and other.tag in FLOATS
-    if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
+    if (entry.tag, entry.shape) != (other.tag, other.shape):
         raise _failure(name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored)
     digest = _sha256(stored.source.array(name))
-    if digest != _sha256(source.array(name), dtype=entry.dtype):
+    if digest != _sha256(source.array(name)):
         raise _failure(name, "has other bytes than in the source", "the same", stored)
     source.release(name)
     stored.source.release(name)
@@ -276,8 +275,7 @@ def _check_kept(source: Source, stored: Stored, name: str) -> Record:
 
 def _check_groups(stored: Stored) -> None:
     """Raises if modules that loaders fuse have different global scales."""
-    share_qkv = not any(f.metadata.get("share_qkv") == "false" for f in stored.source.files.values())
-    for group in groups_of(stored.modules, share_qkv=share_qkv):
+    for group in groups_of(stored.modules):
         scales = {m: stored.weight(m).global_scale.tobytes() for m in group.members}
         first = group.members[0]
         # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.
@@ -287,13 +285,12 @@ def _check_groups(stored: Stored) -> None:
             raise CheckpointError(observed, "one in a group that loaders fuse", tensor=name, code=Exit.VERIFICATION)
 
 
-def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
-    """Computes one digest of some arrays, cast to ``dtype`` if it is given."""
+def _sha256(*arrays: np.ndarray) -> str:
+    """Computes one digest of some arrays."""
     digest = hashlib.sha256()
     for a in arrays:
         for rows in slices(a.shape, a.dtype.itemsize, CHUNK_BYTES) if a.shape else (...,):
-            part = a[rows] if dtype is None else a[rows].astype(dtype, copy=False)
-            digest.update(np.asarray(part, order="C").tobytes())
+            digest.update(np.asarray(a[rows], order="C").tobytes())
     return digest.hexdigest()
 
 
