@@ -32,6 +32,7 @@ from ._reports.quantization import quantization_report as quantization_report
 from ._reports.support import Support as Support
 from ._reports.support import export_checks as export_checks
 from ._reports.support import supports as supports
+from ._self_check import cases as _cases  # noqa: F401  (a primitive is checked by the cases of its name)
 from ._version import __version__ as __version__
 from .policy import Policy as Policy
 from .policy import Rule as Rule

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from haliax.quantization import DotGeneralOp
 from jax.typing import DTypeLike
 
+from ._core.mesh import Placement
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral as _DotGeneral
-from ._layers.gather import Placement
 from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from ._layers.keys import layer_index
 from .equinox import KINDS, layers_in, path_of

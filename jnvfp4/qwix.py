@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -9,15 +11,17 @@ import jax.numpy as jnp
 import qwix
 from flax import linen as nn
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 from qwix._src.utils import flax_util
 
-from ._core.tensor import PyTree
-from ._layers.dot_general import DotGeneral
+from ._core.tensor import NVFP4Tensor, PyTree
+from ._layers.dot_general import DotGeneral, check_options
 from ._layers.einsum import contraction, einsum_of_layer, sizes_of
-from ._layers.frozen import Frozen, freeze
 from ._layers.keys import key_of_layer
+from ._layers.linear import linear
 from ._layers.weights import WeightAxes
 from ._native.compat import made_of
+from ._ops.quantize import quantize
 from .flax import linen, nnx
 from .flax._experts import Experts, intercepted, product_of
 from .policy import Decision, Explanation, Layer, Policy, ProductOptions, check_policy, depths_of, path_of_parameter
@@ -26,6 +30,62 @@ from .recipes import Recipe
 __all__ = ["Provider"]
 
 Found = tuple[Recipe, str, ProductOptions, int]  # what _layer returns
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """Holds weights that are not trained.
+
+    Attributes:
+      tensor: [N, K], the axes that the product leaves and those that it contracts.
+      shape: of the array that was quantized.
+      contracted: its axes of K.
+      dtype: its dtype.
+    """
+
+    tensor: NVFP4Tensor
+    shape: tuple[int, ...] = field(metadata={"static": True})
+    contracted: tuple[int, ...] = field(metadata={"static": True})
+    dtype: jnp.dtype = field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Returns the number of axes of the array."""
+        return len(self.shape)
+
+    def __getitem__(self, index: EllipsisType) -> "Frozen":
+        """Returns the weights: layers of NNX read ``kernel[...]``."""
+        if index is not ...:
+            raise TypeError(f"Frozen: weights in NVFP4 must be read as a whole, by [...], got [{index!r}]")
+        return self
+
+    def dot(
+        self,
+        op: str,
+        x: jax.Array,
+        contracted: Sequence[int],
+        recipe: Recipe,
+        key: jax.Array | None,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        **unsupported: object,
+    ) -> jax.Array:
+        """Computes ``jax.lax.dot_general`` of x and the weights, [*x free, *weights free]; dx is not quantized."""
+        check_options(op, recipe, precision, None, unsupported)
+        free = [axis for axis in range(x.ndim) if axis not in contracted]
+        rows = x.transpose(*free, *contracted).reshape(*(x.shape[axis] for axis in free), -1)
+        columns = [size for axis, size in enumerate(self.shape) if axis not in self.contracted]
+        product = linear(rows, self.tensor, recipe, key=key, out_dtype=preferred_element_type)
+        return product.reshape(*rows.shape[:-1], *columns)
+
+
+def freeze(w: jax.Array, contracted: Sequence[int], recipe: Recipe) -> Frozen:
+    """Quantizes weights as the forward pass of the recipe does; N and K must fit its spec."""
+    assert recipe.fprop is not None
+    free = [axis for axis in range(w.ndim) if axis not in contracted]
+    matrix = w.transpose(*free, *contracted).reshape(-1, math.prod(w.shape[axis] for axis in contracted))
+    return Frozen(quantize(matrix, recipe.fprop.w), w.shape, tuple(contracted), jnp.dtype(w.dtype))
 
 
 class Provider(qwix.QuantizationProvider):

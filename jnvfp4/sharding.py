@@ -9,8 +9,9 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
+from ._core.mesh import Placement
 from ._core.tensor import NVFP4Tensor, moved_as_bytes
-from ._layers.gather import Placement, as_gather
+from ._layers.gather import as_gather
 from ._ops.arguments import Implementation, as_array, as_tensor, check_spec
 from ._ops.quantize import quantize
 from .spec import QuantSpec

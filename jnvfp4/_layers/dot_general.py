@@ -12,12 +12,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from .._core.mesh import Axes, Placement, axes_of_dims
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import as_amax, as_float_array, float_dtype, operation
-from .._primitives._base import Axes, axes_of_dims
 from ..recipes import DEFAULT, Recipe
-from ..spec import BLOCK
-from .gather import Placement, as_pair
+from .gather import as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, recipe_key
 from .linear import Dense, call_linear
@@ -193,12 +192,6 @@ def padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: 
     return _with_zeros(x, 0, more_k), _with_zeros(w, *((more_k, more_n) if w_axes == "kn" else (more_n, more_k)))
 
 
-def units_of(recipe: Recipe, pad: bool) -> tuple[int, int]:
-    """Returns what N and K are padded to multiples of: what the recipe needs, or with ``pad`` at least 16."""
-    unit_n, unit_k = (max(unit, BLOCK if pad else 1) for unit in recipe.units)
-    return unit_n, unit_k
-
-
 def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Adds zeros at the end of the last two axes."""
     if not rows and not columns:
@@ -254,7 +247,7 @@ class DotGeneral:
         if key is None:
             key = key_of_product(op, "DotGeneral", self.path, self.recipe)
         of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
-        units = units_of(self.recipe, self.pad)
+        units = self.recipe.units_of(self.pad)
         return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, units)
 
 

@@ -8,10 +8,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from .._core.mesh import Placement
 from .._ops.arguments import as_float_array, operation
 from ..recipes import DEFAULT, Recipe
-from .dot_general import OfWeights, check_options, contract, units_of
-from .gather import Placement, as_pair
+from .dot_general import OfWeights, check_options, contract
+from .gather import as_pair
 
 _ELLIPSIS = "..."
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -88,7 +89,7 @@ def einsum_of_layer(
     check_options(op, recipe, precision, out_sharding, unsupported)
     found = contraction(op, subscripts, x.ndim, w.ndim)
     of_w, dtype = OfWeights(w_gather, w_amax), preferred_element_type
-    units = units_of(recipe, pad)
+    units = recipe.units_of(pad)
     product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, of_w, units)
     result = product.transpose(found.order)
     return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)

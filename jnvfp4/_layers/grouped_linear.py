@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from .._core.mesh import Placement, axes_of_dims, match_varying, resharded
 from .._core.tensor import NVFP4Tensor
 from .._native import plans
 from .._ops.arguments import (
@@ -22,14 +23,14 @@ from .._ops.arguments import (
     operation,
 )
 from .._ops.matmul import grouped_matmul_nt
-from .._primitives._base import axes_of_dims, bind, match_varying, resharded
+from .._primitives._base import bind
 from .._primitives._groups import Rows, check_sizes, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
-from .dot_general import check_options, dtype_of_lax, padded, units_of
-from .gather import Placement, as_pair
+from .dot_general import check_options, dtype_of_lax, padded
+from .gather import as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, Given, Products, check_dtype_of_x, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, W
@@ -297,7 +298,7 @@ class RaggedDot:
         if w.ndim != 3 or x.ndim != 2:
             return _call_grouped(call, x, w, group_sizes, key, self.w_gather)  # raises
         n, _ = call.weights.ordered(*w.shape[1:])
-        y = _call_grouped(call, *padded(x, w, w_axes, *units_of(recipe, self.pad)), group_sizes, key, self.w_gather)
+        y = _call_grouped(call, *padded(x, w, w_axes, *recipe.units_of(self.pad)), group_sizes, key, self.w_gather)
         return y[:, :n] if y.shape[1] != n else y
 
 

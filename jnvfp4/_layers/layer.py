@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._core.mesh import axes_of_dims, resharded
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import Accumulation, Implementation, as_key
 from .._ops.quantize import dequantize
-from .._primitives._base import axes_of_dims, resharded
 from ..recipes import Recipe
 from .keys import PASS_KEY, needs_key
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, X, named, pack, unpack

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.tensor import Entry, NVFP4Tensor
+from .._core.mesh import Axes, Entry, Placement, axes_of, axes_of_dims, match_varying, resharded, without_axes
+from .._core.tensor import NVFP4Tensor
 from .._native import plans
 from .._ops.arguments import (
     Accumulation,
@@ -18,11 +19,10 @@ from .._ops.arguments import (
     operation,
 )
 from .._ops.matmul import contract_rows, matmul_nt
-from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from .._primitives._products import product
 from ..recipes import DEFAULT, Recipe
 from ..spec import check_choice
-from .gather import Placement, as_pair
+from .gather import as_pair
 from .layer import Call, Given, Products, check_dtype_of_x, dense, layer, recipe_key
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W
 from .weights import (

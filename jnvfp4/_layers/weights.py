@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -11,14 +10,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import recipes
+from .._core.mesh import Placement
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import Implementation, as_amax, as_float_array, check_implementation, describe
 from .._ops.quantize import transpose
 from .._primitives._checks import check_parts
-from ..recipes import DEFAULT, Recipe
-from ..spec import Format, QuantSpec, check_choice, name_of
-from .gather import Gather, Placement, as_gather
+from ..recipes import DEFAULT, Recipe, to_recipe
+from ..spec import Format, check_choice, name_of
+from .gather import Gather, as_gather
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, pack
 
 WeightAxes = Literal["nk", "kn"]
@@ -237,14 +236,6 @@ def as_weight_amax(op: str, recipe: Recipe, w: object, w_amax: ArrayLike | None)
     if amax.shape != () or amax.dtype != jnp.float32:
         raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
     return amax
-
-
-def to_recipe(value: object) -> str:
-    """Returns the end of an error for a spec, or for a function that makes recipes and was not called, or its name."""
-    maker = getattr(recipes, value, None) if isinstance(value, str) else value
-    if isinstance(maker, FunctionType) and maker.__module__ == recipes.__name__:
-        return f"; {'call it:' if maker is value else 'pass'} jnvfp4.recipes.{maker.__name__}()"
-    return "; make one: jnvfp4.Recipe(fprop=(x spec, w spec), ...)" if isinstance(value, QuantSpec) else ""
 
 
 def check_recipe(op: str, recipe: object) -> None:

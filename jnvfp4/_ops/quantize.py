@@ -11,8 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import reference
+from .._core.mesh import match_varying
 from .._core.tensor import NVFP4Tensor, parts_of, take_tensor, with_scale_bytes
-from .._primitives._base import bind, match_varying
+from .._primitives._base import bind
 from .._primitives._checks import check_array, check_operand
 from .._primitives._sides import Side, find_row_amax
 from .._primitives.dequantize import DequantizeParams, dequantize_p
