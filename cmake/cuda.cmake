@@ -51,6 +51,8 @@ list(TRANSFORM targets PREPEND "sm_" OUTPUT_VARIABLE built_for)
 list(APPEND built_for compute_80)
 list(JOIN built_for " " built_for)
 message(STATUS "jnvfp4: building CUDA kernels for ${built_for}")
+message(STATUS "jnvfp4: this takes minutes; `pip install -C cmake.define.JNVFP4_CUDA=off` builds for the CPU alone, "
+  "`-C cmake.define.JNVFP4_CUDA_TARGETS=90a` for one kind of GPU, here Hopper")
 
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC NOMINSIZE
   ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt/library.cc

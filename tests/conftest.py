@@ -12,11 +12,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # 4 % less time: no test reads where an operation was traced.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
+
+from jnvfp4._native import load
 
 REQUIRED = frozenset(filter(None, os.environ.get("JNVFP4_REQUIRE", "").split(",")))
 
@@ -50,14 +54,30 @@ ALL_BACKENDS = ["native-cpu", "reference-cpu", "native-cuda", "reference-cuda"]
 NATIVE_BACKENDS = ["native-cpu", "native-cuda"]
 
 
+LESSER_ISAS = ["portable", "avx2"]  # of the CPU kernels, on a processor that has AVX-512
+
+
+@contextmanager
+def lesser_isa(name: str) -> Iterator[str]:
+    """Makes the CPU kernels use an instruction set that is not the best of this processor, which it gives."""
+    cpu = load.extensions()["cpu"]
+    best = cpu.isa()
+    if best == name or not cpu.use_isa(name):
+        pytest.skip(f"this processor's best is {best}")
+    try:
+        yield best
+    finally:
+        cpu.use_isa(best)
+
+
 def one_of(params: list[str]):
     @pytest.fixture(params=params)
     def chosen(request):
-        """A backend as the default device of the test."""
-        implementation, platform = request.param.split("-")
+        """A backend as the default device of the test; the CPU may be restricted, as in "native-cpu-avx2"."""
+        implementation, platform, *isa = request.param.split("-")
         if platform == "cuda" and not gpus():
             skip_or_fail("cuda", "no CUDA device")
-        with jax.default_device(jax.devices(platform)[0]):
+        with jax.default_device(jax.devices(platform)[0]), lesser_isa(*isa) if isa else nullcontext():
             yield Backend(platform, implementation)
 
     return chosen

@@ -38,7 +38,7 @@ from benchmarks import (  # noqa: E402
 from benchmarks.__main__ import _parser, main  # noqa: E402
 from benchmarks.compare import compare, regressions  # noqa: E402
 from benchmarks.ops import BY_NAME, OPS  # noqa: E402
-from benchmarks.plot import SHOWN, SIZES, _below  # noqa: E402
+from benchmarks.plot import SHOWN, SIZES  # noqa: E402
 from benchmarks.targets import judge  # noqa: E402
 
 NAMED = [s for s in vars(specs).values() if isinstance(s, jnvfp4.QuantSpec)]
@@ -477,13 +477,6 @@ def test_steps_have_both_gradients(monkeypatch):
         assert [a.shape for a in (y, dx, dw)] == [(16, 32), (16, 64), (32, 64)]
         assert [a.dtype for a in (y, dx, dw)] == ["bfloat16", "bfloat16", "float32"]
         assert len(chain) == bench_steps.CHAIN
-
-
-def test_a_bar_that_reaches_its_target_as_shown_is_not_below():
-    row = {"target share": 0.88, "median_us": 10, "met": False}
-    rows = [{"share of copy": 0.878}, {"share of copy": 0.9, "met": True}, {"share of copy": 0.874}]
-    rows += [{"share of copy": 0.878, "target us": 9}, {"share of copy": 0.878, "times naive": 0.9}]
-    assert [_below(row | changes) for changes in rows] == [False, False, True, True, True]
 
 
 def test_the_picture_names_operations_of_the_suite():

@@ -311,6 +311,7 @@ def test_a_compiler_of_fewer_targets_builds_what_it_can(tmp_path):
     assert status == 0, text
     assert "nvcc does not know sm_100, building without it" in text
     assert "jnvfp4: building CUDA kernels for sm_90a compute_80" in text
+    assert "`pip install -C cmake.define.JNVFP4_CUDA=off` builds for the CPU alone" in text
 
 
 # ---------------------------------------------------------------- what a module needs

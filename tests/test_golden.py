@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import ALL_BACKENDS
+from conftest import ALL_BACKENDS, LESSER_ISAS, NATIVE_BACKENDS, one_of
 from helpers import (
     assert_bitwise,
     assert_gemm_close,
@@ -52,6 +52,8 @@ SPECS = {**MAX6, **FOUR_OVER_SIX}
 OUT_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 COMMON = 128  # every golden matrix fits a square of this size
 
+OTHER_ISAS = [f"native-cpu-{isa}" for isa in LESSER_ISAS]
+native = one_of([*NATIVE_BACKENDS, *OTHER_ISAS])
 only_reference = pytest.mark.parametrize("backend", ["reference-cpu", "reference-cuda"], indirect=True)
 
 
@@ -303,7 +305,7 @@ def operand(case: str, side: str) -> NVFP4Tensor:
 MATMULS = [  # the reference, which compiles for seconds, multiplies every fifth by default
     pytest.param(case, backend, marks=[pytest.mark.long] * bool(i % 5 and backend.startswith("reference")))
     for i, case in enumerate(GEMM_CASES)
-    for backend in ALL_BACKENDS
+    for backend in [*ALL_BACKENDS, *OTHER_ISAS]
 ]
 
 

@@ -7,34 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import DISTRIBUTIONS, DTYPES, ODD, Case
+from conftest import LESSER_ISAS, lesser_isa
 from helpers import assert_same_tensor, find_amax, key_for
 
 import jnvfp4
 from jnvfp4._native import load
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS
 
-LESSER = ["portable", "avx2"]
 
-
-@pytest.fixture(params=LESSER)
+@pytest.fixture(params=LESSER_ISAS)
 def both(request):
     """Runs a function with the best instruction set and with a lesser one."""
-    cpu = load.extensions()["cpu"]
-    best = cpu.isa()
-    if best == request.param or not cpu.use_isa(request.param):
-        pytest.skip(f"this processor's best is {best}")
-    cpu.use_isa(best)
+    with lesser_isa(request.param) as best:
 
-    def run(function):
-        results = []
-        for name in (best, request.param):
-            assert cpu.use_isa(name)
-            with jax.default_device(jax.devices("cpu")[0]):
-                results.append(jax.block_until_ready(function()))
-        return results
+        def run(function):
+            results = []
+            for name in (best, request.param):
+                assert load.extensions()["cpu"].use_isa(name)
+                with jax.default_device(jax.devices("cpu")[0]):
+                    results.append(jax.block_until_ready(function()))
+            return results
 
-    yield run
-    cpu.use_isa(best)
+        yield run
 
 
 def every_result(x) -> list:

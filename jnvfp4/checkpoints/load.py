@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, Tensor]):
         scale = self.stored.activation(module) if module in self._quantized else None
         if scale is None:
             return None
-        amax = decode_scale_of(self.stored.layout, scale) * np.float32(2688)
+        amax = _amax_of(decode_scale_of(self.stored.layout, scale))
         return amax if module in self.stored.stacks else amax.reshape(())
 
     def to_device(self, places: Mapping[str, Place]) -> dict[str, Tensor]:
@@ -126,9 +126,7 @@ def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
     if isinstance(place, Sharding) and (k := place.shard_shape(weight.shape)[-1]) % BLOCK:
         observed = f"K = {weight.shape[-1]} is cut into pieces of {k} by {place}"
         raise CheckpointError(observed, f"whole blocks of {BLOCK}", tensor=weight.name)
-    # S_dec * 2688 is an amax with the stored decode scale, whatever E4M3 maximum the weight was quantized for.
-    amax = weight.global_scale.reshape(-1) if weight.layout is TE else weight.decode * np.float32(2688)
-    amax = np.asarray(amax, np.float32)
+    amax = np.asarray(weight.global_scale.reshape(-1) if weight.layout is TE else _amax_of(weight.decode), np.float32)
     by_row = not weight.stacked and amax.size == weight.shape[0] and weight.global_scale.size > 1
     vector, amax_place = weight.stacked or by_row, place
     if isinstance(place, NamedSharding):  # amaxes are sharded like the rows or experts, a single one is replicated
@@ -140,6 +138,12 @@ def _placed(weight: Weight, place: Place) -> NVFP4Tensor:
         _put(amax if vector else amax.reshape(()), amax_place),
         Format("row" if by_row else "tensor", weight.e4m3_max),
     )
+
+
+def _amax_of(decode: np.ndarray) -> np.ndarray:
+    """Computes an amax with this S_dec, whatever E4M3 maximum the weight was quantized for."""
+    with np.errstate(over="ignore", invalid="ignore"):  # a damaged scale may have any size, or be a signaling NaN
+        return decode * np.float32(2688)
 
 
 def _put(x: np.ndarray | Rows, place: Place) -> jax.Array:

@@ -99,7 +99,7 @@ def usable_activations(s: Survey) -> dict[tuple[str, object], np.float32]:
 
 def is_far_from_one(largest: np.float32) -> bool:
     """Tells whether the largest scale of siblings is so small that 1.0 beside it was never calibrated."""
-    return bool(_FAR * largest < 1)
+    return float(largest) < 1 / _FAR
 
 
 def judged_activations(s: Survey) -> list[Item]:
@@ -174,7 +174,7 @@ def _fused(s: Survey) -> Iterator[Found]:
     for group in groups_of(s.items):
         if shared_global(s, group.members) is not None:
             _, decode = _globals_of(s, group.members)
-            ratio = (decode.max(axis=0) / decode.min(axis=0)).max()
+            ratio = np.divide(decode.max(axis=0), decode.min(axis=0), dtype=np.float64).max()
             roles = ", ".join(split_role(m)[1] for m in group.members[1:])
             whole = all(is_whole(s, s.items[m]) for m in group.members)
             text = f"and {roles} have different global scales, up to {ratio:.4g}x"

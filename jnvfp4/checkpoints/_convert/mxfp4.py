@@ -10,6 +10,7 @@ of a weight at 2^8, so only blocks that are smaller than the largest by 2^18 or 
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -29,19 +30,16 @@ _LARGEST, _SMALLEST = 8, -9  # exponents of E4M3's powers of 2
 _LARGEST_SCALE = 124  # as an exponent of 2
 _INFINITE = 0x7F80  # the bits of bfloat16, and above them NaN
 _EXPONENTS = 512  # more than float32 has
-_PAIRS = np.stack([VALUES[np.arange(256) & 15], VALUES[np.arange(256) >> 4]], axis=1)  # the values of each byte
 _UNIT_AMAX = 2688.0  # with S_dec = 1
 
 
+@cache
 def _lowest_bits() -> np.ndarray:
     """Gives the exponent of the lower of the two bits that MXFP4 has, by the bits of a bfloat16 magnitude."""
-    mantissa, exponent = np.frexp(np.arange(1 << 15).astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float32))
-    lowest = np.where(mantissa == 0.5, exponent - 1, exponent - 2)  # 0.75 has two bits
-    lowest[0] = _EXPONENTS // 2 - 1  # zero has none
+    mantissa, exponent = np.frexp(np.arange(_INFINITE, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32))
+    lowest = np.full(1 << 15, _EXPONENTS // 2 - 1)  # zero has none, and infinity and NaN are refused
+    lowest[1:_INFINITE] = np.where(mantissa == 0.5, exponent - 1, exponent - 2)[1:]  # 0.75 has two bits
     return (lowest + _EXPONENTS // 2).astype(np.int16)
-
-
-_LOWEST_BITS = _lowest_bits()
 
 
 # ---------------------------------------------------------------- decoding
@@ -73,7 +71,8 @@ def _view(source: Source, name: str, blocks: Planned, scales: Planned) -> View:
         with np.errstate(over="ignore"):  # what becomes infinite is an error when the amax is found
             powers = np.ldexp(np.float32(1), exponents.astype(int) - 127)
             powers = np.where(exponents == _NAN, np.float32(np.nan), powers)[..., None]
-            values = _PAIRS[source.read(blocks.name, experts)].reshape(*exponents.shape, -1) * powers
+            pairs = source.read(blocks.name, experts)
+            values = np.stack([VALUES[pairs & 15], VALUES[pairs >> 4]], axis=-1).reshape(*exponents.shape, -1) * powers
         return values.astype(decoded.dtype).reshape(-1, n, decoded.shape[1]).transpose(0, 2, 1)
 
     rows = Rows(decoded.shape, decoded.dtype, compute)
@@ -103,7 +102,7 @@ def find_power_amax(x: np.ndarray | Rows, name: str) -> Amax:
             wrong = np.argwhere(magnitudes >= _INFINITE)
             not_finite += len(wrong)
             first = first or (rows.start + int(wrong[0][0]), int(wrong[0][1]))
-        blocks = _LOWEST_BITS[magnitudes].reshape(part.shape[0], -1, BLOCK).min(axis=-1)
+        blocks = _lowest_bits()[magnitudes].reshape(part.shape[0], -1, BLOCK).min(axis=-1)
         lowest += np.bincount(blocks.reshape(-1), minlength=_EXPONENTS)
     if not largest or not_finite:
         return Amax(np.zeros((), np.float32), not_finite, first, lowest)

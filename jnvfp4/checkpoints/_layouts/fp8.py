@@ -60,7 +60,8 @@ class Fp8Weight:
         factors = self.scales[np.arange(self.entry.shape[0])[rows] // self.unit[0]]
         if factors.shape[1] > 1:
             factors = np.repeat(factors, self.unit[1], axis=1)[:, : self.entry.shape[1]]
-        return self.source.read(self.entry.name, rows).astype(np.float32) * factors
+        with np.errstate(invalid="ignore"):  # a scale may be a signaling NaN
+            return self.source.read(self.entry.name, rows).astype(np.float32) * factors
 
     def view(self, tag: str) -> View:
         """Shows the weight in the dtype ``tag``, in place of the codes and of both scales."""

@@ -106,18 +106,19 @@ def kv_scale_in(layout: Layout, name: str) -> str:
 
 
 # ---------------------------------------------------------------- global scales
-# Computed with NumPy: XLA replaces divisions by multiplications with a reciprocal, which rounds differently.
+# Computed with NumPy: XLA replaces divisions by multiplications with a reciprocal, which rounds differently. A stored
+# scale may be a signaling NaN, which is an invalid operand.
 def encode_scale(amax: np.ndarray | float, e4m3_max: int = 448) -> np.ndarray:
     """Computes S_enc = min(6 * e4m3_max / amax, FLT_MAX) in float32; 1 for an amax of 0 or infinity."""
     a = np.abs(np.asarray(amax, np.float32))
-    with np.errstate(divide="ignore", over="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         s = np.minimum(np.float32(6 * e4m3_max) / a, FLOAT_MAX)
     return np.where((a == 0) | (s == 0), np.float32(1), s).astype(np.float32)
 
 
 def decode_scale(encode: np.ndarray | float) -> np.ndarray:
     """Computes S_dec = 1 / S_enc in float32, or S_enc = 1 / S_dec; at most FLT_MAX, as 1 / (1 / FLT_MAX) overflows."""
-    with np.errstate(divide="ignore", over="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.minimum(np.float32(1) / np.asarray(encode, np.float32), FLOAT_MAX).astype(np.float32)
 
 

@@ -69,10 +69,10 @@ class Weight:
         q = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]), np.float32)
         q[..., 0::2], q[..., 1::2] = VALUES[codes & 15], VALUES[codes >> 4]
         s = self.scales[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):  # a damaged global scale may have any size
+        with np.errstate(over="ignore", invalid="ignore"):  # a damaged global scale or factor may have any size
             factor = s * (decode[rows].reshape(-1, *[1] * (codes.ndim - 1)) if decode.ndim else decode)
             w = q * np.repeat(factor, BLOCK, axis=-1)
-        return w if self.pre_quant_scale is None else w * self.pre_quant_scale
+            return w if self.pre_quant_scale is None else w * self.pre_quant_scale
 
 
 @dataclass(frozen=True)
