@@ -16,7 +16,7 @@ from qwix._src.utils import flax_util
 
 from ._core.tensor import NVFP4Tensor, PyTree
 from ._layers.dot_general import DotGeneral, check_options
-from ._layers.einsum import contraction, einsum_of_layer, sizes_of
+from ._layers.einsum import Einsum, contraction, sizes_of
 from ._layers.keys import key_of_layer
 from ._layers.linear import linear
 from ._layers.weights import WeightAxes
@@ -72,7 +72,7 @@ class Frozen:
         **unsupported: object,
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of x and the weights, [*x free, *weights free]; dx is not quantized."""
-        check_options(op, recipe, precision, None, unsupported)
+        check_options(op, precision, None, unsupported)
         free = [axis for axis in range(x.ndim) if axis not in contracted]
         rows = x.transpose(*free, *contracted).reshape(*(x.shape[axis] for axis in free), -1)
         columns = [size for axis, size in enumerate(self.shape) if axis not in self.contracted]
@@ -193,7 +193,7 @@ class Provider(qwix.QuantizationProvider):
             sharding = options.pop("out_sharding", None)
             result = self._frozen_dot(path, frozen, x, numbers[0][0], recipe, **options).transpose(order)
             return result if sharding is None else jax.sharding.reshard(result, sharding)
-        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
+        return Einsum(recipe, path, **of_w)(of_x_and_w, x, w, key=self._key(recipe, path), **options)
 
     def experts(
         self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any

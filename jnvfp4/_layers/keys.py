@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from .._core.patterns import layer_path
 from .._native.compat import traced_functions
-from .._ops.arguments import OPERATIONS, as_key
+from .._ops.arguments import OPERATIONS, Checks
 from ..recipes import Recipe
 
 LOOPS = frozenset({"scan", "fori_loop", "while_body", "while_cond"})
@@ -61,7 +61,7 @@ def step_key(key: jax.Array) -> Iterator[None]:
       TypeError: key is not one PRNG key.
       ValueError: key is a constant of the function that is being traced, which would round alike in every step.
     """
-    key = as_key("step_key", key)
+    key = Checks("step_key").key(key)
     check_step("step_key", key)
     with _entered(_Step(key)):
         yield

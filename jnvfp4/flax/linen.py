@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
-from .._layers.einsum import einsum_of_layer, sizes_of
+from .._layers.einsum import Einsum, sizes_of
 from .._layers.keys import check_step, fold_path, key_of_layer, must_vary
 from .._layers.weights import WeightAxes
 from ..policy import Layer, Policy, check_policy, depths_of, is_of_experts, layers_of, path_of_parameter
@@ -100,13 +100,11 @@ class _LinenDot:
     """Multiplies by a recipe, with the key of the layer that is being called."""
 
     module: nn.Module
-    product: DotGeneral
-
-    def key(self) -> jax.Array | None:
-        return key_in(self.module, str(self.product.path), self.product.recipe)
+    product: DotGeneral | Einsum
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        return self.product(*operands, key=self.key(), **options)
+        key = key_in(self.module, str(self.product.path), self.product.recipe)
+        return self.product(*operands, key=key, **options)
 
 
 def key_in(module: nn.Module, path: str, recipe: Recipe) -> jax.Array | None:
@@ -194,7 +192,8 @@ class Interceptor:
     def run(self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict) -> PyTree:
         """Runs a layer that the policy quantizes."""
         self._check_stream(module, path, recipe)
-        dot = _LinenDot(module, DotGeneral(recipe, path, **self.policy.options_of(path)))
+        kind = Einsum if isinstance(module, nn.Einsum) else DotGeneral
+        dot = _LinenDot(module, kind(recipe, path, **self.policy.options_of(path)))
         if isinstance(module, nn.Einsum):
             return _einsum(module, dot, *args, **options)
         before = module.dot_general
@@ -238,10 +237,9 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
         shape, broadcast_shape = module._get_bias_shape(subscripts, inputs, kernel)
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-    product, (x, w) = dot.product, operands[:2]
-    of_layer = partial(einsum_of_layer, product.path, subscripts, x, w, product.recipe, dot.key(), product.w_gather)
+    x, w, _ = operands
     dtype = module.preferred_element_type
-    y = of_layer(precision=module.precision, preferred_element_type=dtype, pad=product.pad)
+    y = dot(subscripts, x, w, precision=module.precision, preferred_element_type=dtype)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._layers.dot_general import DotGeneral
-from .._layers.einsum import einsum_of_layer, sizes_of
-from .._layers.gather import Placement
-from .._layers.keys import fold_path, in_step, key_of_layer, layer_key, must_vary, varies
+from .._layers.einsum import Einsum, sizes_of
+from .._layers.keys import fold_path, in_step, layer_key, must_vary, varies
 from ..policy import (
     WEIGHT_NAMES,
     Decision,
@@ -25,7 +23,6 @@ from ..policy import (
     layers_of,
     path_of_parameter,
 )
-from ..recipes import Recipe
 from ._nnx_loops import loop_that_shares
 from .linen import unknown
 
@@ -81,40 +78,16 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     return model
 
 
-@dataclass(frozen=True)
-class EinsumOp:
-    """Stands in for ``jnp.einsum`` of activations and weights, and multiplies by a recipe.
-
-    Attributes:
-      recipe: how the layer is quantized.
-      path: the path of the layer in its model.
-      w_gather: as in ``jnvfp4.einsum``.
-      pad: as in ``jnvfp4.DotGeneral``.
-    """
-
-    recipe: Recipe
-    path: str
-    w_gather: tuple[Placement, Placement] | None = None
-    pad: bool = False
-
-    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
-        key = options.pop("key", None)
-        if key is None:
-            key = key_of_layer(self.path, self.recipe)
-        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, pad=self.pad, **options)
-
-
 class Keyed(nnx.Module):
     """Calls a product with keys of a stream of its own.
 
     Attributes:
-      product: a ``DotGeneral`` or an ``EinsumOp``.
+      product: a ``DotGeneral`` or an ``Einsum``.
       stream: the keys.
       deterministic: whether the model evaluates, which leaves the stream as it is: ``model.eval()`` sets it.
     """
 
-    def __init__(self, product: DotGeneral | EinsumOp, stream: nnx.RngStream) -> None:
+    def __init__(self, product: DotGeneral | Einsum, stream: nnx.RngStream) -> None:
         self.product = product
         self.stream = stream
         self.deterministic = False
@@ -155,7 +128,7 @@ def _product(
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
         return None
-    kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
+    kind = Einsum if isinstance(module, nnx.Einsum) else DotGeneral
     product = kind(decision.recipe, decision.path, **options)
     if rngs is None or not decision.recipe.stochastic:
         return product
@@ -252,7 +225,7 @@ def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | Non
     return sizes_of(module.einsum_str, len(x.replace("...", "")) + hidden, shape)
 
 
-_OURS = (DotGeneral, EinsumOp, Keyed)
+_OURS = (DotGeneral, Einsum, Keyed)
 
 
 @layers_of.register(nnx.Module)
