@@ -14,8 +14,6 @@ from ._layers.dot_general import dot_general as dot_general
 from ._layers.einsum import einsum as einsum
 from ._layers.grouped_linear import RaggedDot as RaggedDot
 from ._layers.grouped_linear import grouped_linear as grouped_linear
-from ._layers.keys import layer_index as layer_index
-from ._layers.keys import layer_key as layer_key
 from ._layers.keys import step_key as step_key
 from ._layers.linear import linear as linear
 from ._layers.quantizer import RESIDUAL_NAME as RESIDUAL_NAME

@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jnvfp4 import Policy, layer_index, recipes
+from jnvfp4 import Policy, recipes
 
 WIDTH, HIDDEN, VOCABULARY = 32, 64, 48
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
@@ -50,7 +50,6 @@ class Stack(nn.Module):
 
     layers: int = 3
     scan: bool = False
-    indexed: bool = False
     lift: Any = staticmethod(lambda block: block)
     split_rngs: Any = (("params", True),)
 
@@ -62,15 +61,9 @@ class Stack(nn.Module):
                 x = block(name=f"block_{i}")(x)
             return x
 
-        def body(block, x, i):
-            if self.indexed:
-                with layer_index(i):
-                    return block(x), None
-            return block(x), None
-
-        axes = {"params": 0, "keys": 0}
+        axes, body = {"params": 0, "keys": 0}, lambda block, x, _: (block(x), None)
         loop = nn.scan(body, variable_axes=axes, split_rngs=dict(self.split_rngs), length=self.layers)
-        return loop(block(name="block"), x, jnp.arange(self.layers))[0]
+        return loop(block(name="block"), x, None)[0]
 
 
 class ScannedBlock(nn.Module):

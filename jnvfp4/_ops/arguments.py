@@ -180,6 +180,12 @@ def magnitude(amax: jax.Array) -> jax.Array:
     return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
 
 
+@partial(jax.jit, inline=True)
+def fold_amax(key: jax.Array, amax: jax.Array) -> jax.Array:
+    """Folds the bits of an amax into a key, by which other data draw other bits."""
+    return jax.random.fold_in(key, softfloat.to_bits(amax))
+
+
 @partial(jax.jit, static_argnums=1, inline=True)
 def random_stream(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Makes the ``stream`` operand of the primitives for an array [..., M, K]: uint32, four words for each matrix.

@@ -22,7 +22,7 @@ from .._primitives.quantize_pair import quantize_pair_p
 from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
 from .._primitives.transpose import check_tiles, transpose_p
 from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
-from .arguments import Checks, Implementation, magnitude, operation, random_stream
+from .arguments import Checks, Implementation, fold_amax, magnitude, operation, random_stream
 
 
 @operation
@@ -136,14 +136,20 @@ def quantize_sides(
     row_axes: int,
     key: jax.Array | None = None,
     implementation: Implementation = None,
+    *,
+    in_layer: bool = False,
 ) -> list[NVFP4Tensor]:
     """Quantizes x [..., *rows, K], of which ``row_axes`` axes count as one axis of rows, in some orientations.
 
     The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
-    The size of the last of these axes must be a multiple of what a block has of rows.
+    The size of the last of these axes must be a multiple of what a block has of rows. ``in_layer`` folds the largest
+    magnitude of x into the key, where a pass over x finds it for an amax.
     """
     fused = _is_fused(sides)
-    known = list(zip(sides, _known_amaxes(x, sides, row_axes, fused, implementation), strict=True))
+    amaxes, plain = _known_amaxes(x, sides, row_axes, fused, implementation)
+    known = list(zip(sides, amaxes, strict=True))
+    if in_layer and key is not None and plain is not None:
+        key = fold_amax(key, plain)
     stream = None if key is None else random_stream(key, _merged_rows(x.shape, row_axes))
     tensors: list[NVFP4Tensor] = []
     for made in [known] if fused else [[one] for one in known]:
@@ -170,8 +176,11 @@ def _is_fused(sides: Sequence[Orientation]) -> bool:
 
 def _known_amaxes(
     x: jax.Array, sides: Sequence[Orientation], row_axes: int, fused: bool, implementation: Implementation
-) -> list[jax.Array | None]:
-    """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
+) -> tuple[list[jax.Array | None], jax.Array | None]:
+    """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x.
+
+    The largest magnitude of x comes second, None if no amax of the whole tensor is found.
+    """
     wanted = [side for side in sides if side.amax is None and not side.spec.finds_amax]
     rotated: dict[bool, jax.Array] = {}  # by whether it is that of the transposed x
     plain = None
@@ -190,7 +199,7 @@ def _known_amaxes(
         in_pair = fused and side.spec.format.amax_scope == "row"
         return find_row_amax(x, side.transpose, row_axes) if in_pair else None
 
-    return [amax_of(side) for side in sides]
+    return [amax_of(side) for side in sides], plain
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))

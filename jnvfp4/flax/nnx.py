@@ -10,7 +10,7 @@ from flax import nnx
 
 from .._layers.dot_general import DotGeneral
 from .._layers.einsum import Einsum, sizes_of
-from .._layers.keys import fold_path, in_step, layer_key, must_vary, varies
+from .._layers.keys import fold_path
 from ..policy import (
     WEIGHT_NAMES,
     Decision,
@@ -23,17 +23,10 @@ from ..policy import (
     layers_of,
     path_of_parameter,
 )
-from ._nnx_loops import loop_that_shares
 from .linen import unknown
 
 __all__ = ["apply"]
 
-_OWN_KEY = "or enter jnvfp4.step_key(jax.random.fold_in(key, i)) in its body"
-_REMEDIES = {
-    "scan": f"carry the nnx.RngState of the model (nnx.StateAxes({{nnx.RngState: nnx.Carry, ...: None}})), {_OWN_KEY}",
-    "vmap": "map the nnx.RngState of the model (nnx.split_rngs, and nnx.StateAxes({nnx.RngState: 0, ...: None})), "
-    + _OWN_KEY,
-}
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 Multiplying: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
@@ -51,9 +44,7 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
       policy: which layers are quantized, and how. Paths are as in the model: "blocks/3/mlp/up".
       rngs: where layers that round stochastically get their keys, ``rngs.sr()``. Each of them gets a stream of its own,
         which is state of the model like that of ``nnx.Dropout``: it advances at each call, so a step must keep the
-        state (``nnx.jit`` does). In a loop that gives this state to all iterations layers take the key of
-        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, all take the key
-        of ``jnvfp4.step_key``, and the model gets no state.
+        state (``nnx.jit`` does). If rngs is None, all take the key of ``jnvfp4.step_key``, and the model gets no state.
 
     Returns:
       The model.
@@ -101,7 +92,7 @@ class Keyed(nnx.Module):
         return self.product(*args, key=self._key(), **options)
 
     def _key(self) -> jax.Array:
-        """Draws a key; a loop that shares the stream takes that of ``step_key``. An evaluation leaves the stream."""
+        """Draws a key. An evaluation leaves the stream."""
         path = str(self.product.path)
         stored = self.stream.key[...]
         if stored.ndim:
@@ -109,17 +100,7 @@ class Keyed(nnx.Module):
                 f"layer {path!r}: key must be one of those of the scanned layers, got {stored.shape}; scan the "
                 "nnx.RngState of the model along axis 0, as its parameters"
             )
-        if self.deterministic:
-            return fold_path(stored, path)
-        if (loop := self._loop_that_shares()) is not None:
-            if not in_step():
-                raise must_vary(f"layer {path!r}", _REMEDIES[loop])
-            return layer_key(path)
-        return fold_path(self.stream(), path)
-
-    def _loop_that_shares(self) -> str | None:
-        """Returns the kind of a loop, if any, whose iterations would all draw the same keys of the stream."""
-        return loop_that_shares(self) if varies(self.stream.key[...], self.stream.count[...]) else "scan"
+        return fold_path(stored if self.deterministic else self.stream(), path)
 
 
 def _product(
@@ -183,12 +164,6 @@ def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
         shape = getattr(value, "shape", ()) if isinstance(value, nnx.Param) else ()
         if len(shape) > 1 and (name in WEIGHT_NAMES or (not of_flax and is_of_experts(name, shape))):
             yield Layer(path_of_parameter(path, name), shape, reason=unknown(module, "apply"))
-
-
-def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the parameters that a module has itself, by name."""
-    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    return {name: value.get_raw_value() for name, value in params.items() if hasattr(value, "shape")}
 
 
 def _stacked(module: Multiplying) -> int:
