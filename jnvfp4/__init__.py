@@ -16,7 +16,6 @@ from ._layers.grouped_linear import RaggedDot as RaggedDot
 from ._layers.grouped_linear import grouped_linear as grouped_linear
 from ._layers.keys import step_key as step_key
 from ._layers.linear import linear as linear
-from ._layers.quantizer import RESIDUAL_NAME as RESIDUAL_NAME
 from ._layers.weights import QuantizedWeight as QuantizedWeight
 from ._ops.matmul import grouped_matmul_nt as grouped_matmul_nt
 from ._ops.matmul import matmul_nt as matmul_nt
@@ -46,7 +45,6 @@ from .spec import ROW_SCALED as ROW_SCALED
 from .spec import WINDOW64 as WINDOW64
 from .spec import Format as Format
 from .spec import QuantSpec as QuantSpec
-from .spec import four_over_six as four_over_six
 
 if not _TYPE_CHECKING:  # for whom `import jnvfp4.flax` says what it holds
 

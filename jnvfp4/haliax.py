@@ -1,4 +1,4 @@
-"""haliax and Levanter: ``DotGeneral`` for a ``Linear``, ``RaggedDot`` for experts, ``apply`` for a whole model."""
+"""haliax and Levanter: ``DotGeneral`` for a ``Linear``, ``apply`` for a whole model."""
 
 import dataclasses
 import math
@@ -10,69 +10,44 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 from haliax.quantization import DotGeneralOp
-from jax.typing import DTypeLike
 
 from ._core.mesh import Placement
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral as _DotGeneral
-from ._layers.grouped_linear import RaggedDot as _RaggedDot
 from .equinox import KINDS, layers_in, path_of
 from .policy import Layer, Policy, check_policy
 from .recipes import DEFAULT, Recipe
 
-__all__ = ["DotGeneral", "RaggedDot", "apply"]
+__all__ = ["DotGeneral", "apply"]
 
 Model = TypeVar("Model")
 
 
 class DotGeneral(eqx.Module):
-    """Follows the protocol ``haliax.quantization.DotGeneralOp``, and multiplies by a recipe.
+    """Makes a module of a ``jnvfp4.DotGeneral``, by the protocol ``haliax.quantization.DotGeneralOp``.
+
+    Its arguments are those of ``jnvfp4.DotGeneral``.
 
     Attributes:
-      recipe: how each GEMM quantizes its operands.
-      path: the name of the layer, for ``jnvfp4.step_key``; ``apply`` sets it.
-      w_gather: as in ``jnvfp4.dot_general``, by the axes of the weights without those that count layers.
-      pad: as in ``jnvfp4.DotGeneral``.
+      product: the ``jnvfp4.DotGeneral`` that multiplies; ``apply`` sets its path.
     """
 
-    recipe: Recipe = eqx.field(static=True, default=DEFAULT)
-    path: str | None = eqx.field(static=True, default=None)
-    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
-    pad: bool = eqx.field(static=True, default=False)
+    product: _DotGeneral = eqx.field(static=True)
+
+    def __init__(
+        self,
+        recipe: Recipe = DEFAULT,
+        path: str | None = None,
+        w_gather: tuple[Placement, Placement] | None = None,
+        pad: bool = False,
+    ) -> None:
+        self.product = _DotGeneral(recipe, path, w_gather, pad)
 
     def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        **options: Any,
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, *args: Any, **options: Any
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
-        product = _DotGeneral(self.recipe, self.path, self.w_gather, self.pad)
-        return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
-
-
-class RaggedDot(eqx.Module):
-    """Multiplies groups of rows by a recipe, for code that calls ``op(lhs, rhs, group_sizes)`` on arrays.
-
-    Attributes:
-      recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
-      path: the name of the layer, for ``jnvfp4.step_key``.
-      w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
-      pad: as in ``jnvfp4.RaggedDot``.
-    """
-
-    recipe: Recipe = eqx.field(static=True, default=DEFAULT)
-    path: str | None = eqx.field(static=True, default=None)
-    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
-    pad: bool = eqx.field(static=True, default=False)
-
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-        """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
-        product = _RaggedDot(self.recipe, self.path, self.w_gather, self.pad)
-        return product(lhs, rhs, group_sizes, **options)
+        return self.product(lhs, rhs, dimension_numbers, *args, **options)
 
 
 def apply(model: Model, policy: Policy) -> Model:

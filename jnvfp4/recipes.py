@@ -21,6 +21,21 @@ from .spec import (
 )
 from .spec import four_over_six as _four_over_six_spec
 
+__all__ = [
+    "DEFAULT",
+    "Dgrad",
+    "Fprop",
+    "Recipe",
+    "Wgrad",
+    "four_over_six",
+    "inference",
+    "pretrain",
+    "pretrain_4over6",
+    "rl",
+    "row_scaled",
+    "window64",
+]
+
 Backward = Literal["nvfp4", "high_precision", "dequantized"]
 Scope = Literal["weights", "activations", "all"]
 
@@ -190,9 +205,8 @@ def _unit(contracted: tuple[QuantSpec | None, QuantSpec] | None, *tiled: QuantSp
 
 
 def _makers() -> dict[str, Callable[..., Recipe]]:
-    """Returns the public functions of this module that make recipes, by name."""
-    functions = {name: f for name, f in globals().items() if inspect.isfunction(f) and f.__module__ == __name__}
-    return {name: f for name, f in functions.items() if f.__annotations__["return"] is Recipe and name[0] != "_"}
+    """Returns the functions of this module that make recipes, by name."""
+    return {name: globals()[name] for name in __all__ if inspect.isfunction(globals()[name])}
 
 
 def to_recipe(value: object) -> str:
@@ -319,15 +333,15 @@ def four_over_six(
     rht: bool | None = None,
     stochastic_rounding: bool | None = None,
 ) -> Recipe:
-    """Makes ``pretrain`` with 4over6 block scales (``jnvfp4.four_over_six``) for w, for x or for both.
+    """Makes ``pretrain`` with 4over6 block scales (``jnvfp4.spec.four_over_six``) for w, for x or for both.
 
     Gradients never have them.
 
     Args:
       scope: what has them: "weights", "activations" or "all".
-      error: as in ``jnvfp4.four_over_six``.
-      e4m3_max: as in ``jnvfp4.four_over_six``.
-      fast: as in ``jnvfp4.four_over_six``.
+      error: as in ``jnvfp4.spec.four_over_six``.
+      e4m3_max: as in ``jnvfp4.spec.four_over_six``.
+      fast: as in ``jnvfp4.spec.four_over_six``.
       backward: as in ``pretrain``.
       stochastic_rounding: as in ``pretrain``.
       rht: rotate the operands of wgrad. None means True for scope "weights" and False otherwise, because 4over6

@@ -457,14 +457,14 @@ def words(key) -> tuple[int, ...]:
 def recorded_keys() -> Iterator[list[tuple[int, ...]]]:
     """Lists the words of the keys of all products that run within, also in loops."""
     drawn: list[tuple[int, ...]] = []
-    original = dot_general.call_linear
+    original = dot_general.multiply
 
-    def recorded(call, x, w, bias, key, *rest):
+    def recorded(call, x, w, key, *rest, **more):
         if call.recipe.stochastic:
             jax.debug.callback(lambda key: drawn.append(words(key)), key)
-        return original(call, x, w, bias, key, *rest)
+        return original(call, x, w, key, *rest, **more)
 
-    with mock.patch.object(dot_general, "call_linear", recorded):
+    with mock.patch.object(dot_general, "multiply", recorded):
         yield drawn
         jax.effects_barrier()
 

@@ -16,9 +16,8 @@ import haliax.nn as hnn
 from flax_models import KEY, NEAREST, SR
 from jax.sharding import PartitionSpec as P
 
-import jnvfp4
-from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
-from jnvfp4.haliax import DotGeneral, RaggedDot, apply
+from jnvfp4 import Policy, Rule, layer_key, linear, step_key
+from jnvfp4.haliax import DotGeneral, apply
 
 pytestmark = [
     pytest.mark.usefixtures("cpu"),
@@ -102,10 +101,10 @@ def test_the_weights_do_not_change():
     assert isinstance(head.head.dot_general, DotGeneral)
     assert not isinstance(head.layers.stacked.up.dot_general, DotGeneral)
     gathered = apply(MODEL, Policy([Rule("layers/.*", SR, placed)]))
-    assert gathered.layers.stacked.up.dot_general.w_gather == placed
+    assert gathered.layers.stacked.up.dot_general.product.w_gather == placed
     assert adapted.head.dot_general is MODEL.head.dot_general
-    padded = apply(MODEL, Policy([Rule("head", NEAREST, pad=True)], keep=())).head.dot_general
-    assert (padded.path, padded.pad, adapted.layers.stacked.up.dot_general.pad) == ("head", True, False)
+    padded = apply(MODEL, Policy([Rule("head", NEAREST, pad=True)], keep=())).head.dot_general.product
+    assert (padded.path, padded.pad, adapted.layers.stacked.up.dot_general.product.pad) == ("head", True, False)
     trained = [[a.shape for a in jax.tree.leaves(eqx.filter(m, eqx.is_inexact_array))] for m in (adapted, MODEL)]
     assert trained[0] == trained[1]
 
@@ -127,17 +126,3 @@ def test_a_layer_without_a_key_raises():
     with step_key(KEY), pytest.raises(ValueError, match=r"DotGeneral: key must be given.*path=\.\.\."):
         layer(X)
     hnn.Linear.init(In, Hidden, key=jax.random.key(0), dot_general=DotGeneral(NEAREST))(X)
-
-
-def test_ragged_dot_is_that_of_the_package():
-    x, w = X.array.astype(jnp.bfloat16), jnp.asarray(np.random.default_rng(2).normal(size=(3, 32, 48)), jnp.bfloat16)
-    sizes = jnp.array([5, 0, 9], jnp.int32)
-    assert_bitwise(RaggedDot()(x, w, sizes), jnvfp4.RaggedDot()(x, w, sizes))
-    op = RaggedDot(SR, path="experts/up")
-    with step_key(KEY):
-        assert_bitwise(op(x, w, sizes), jnvfp4.RaggedDot(SR, "experts/up")(x, w, sizes))
-    assert not jax.tree.leaves(eqx.filter(op, eqx.is_array))
-    for pad in (False, True):  # as a rule of a policy says
-        options = Policy([Rule("experts", recipes.inference(), pad=pad)]).options_of("experts")
-        op = RaggedDot(recipes.inference(), "experts", **options)
-        assert ("bf16[16,48] = nvfp4_grouped_matmul[" in str(jax.make_jaxpr(op)(x, w[..., :41], sizes))) is pad

@@ -140,7 +140,7 @@ class Checks:
     def spec(self, name: str, spec: object) -> None:
         if not isinstance(spec, QuantSpec):
             remedy = "; a recipe holds specs, such as recipe.fprop.x" if hasattr(spec, "fprop") else ""
-            remedy = "; call it: four_over_six()" if spec is four_over_six else remedy
+            remedy = "; call it: jnvfp4.spec.four_over_six()" if spec is four_over_six else remedy
             raise TypeError(f"{self.op}: {name} must be a QuantSpec, got {describe(spec)}{remedy}")
 
     def float_dtype(self, name: str, dtype: DTypeLike | None) -> np.dtype:
