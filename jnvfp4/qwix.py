@@ -18,7 +18,7 @@ from qwix._src.utils import flax_util
 from ._core.tensor import NVFP4Tensor, PyTree
 from ._layers.dot_general import DotGeneral, check_options
 from ._layers.einsum import Einsum, contraction, sizes_of
-from ._layers.grouped_linear import RaggedDot, axes_of_experts
+from ._layers.grouped_linear import RaggedDot
 from ._layers.keys import key_of_layer
 from ._layers.linear import linear
 from ._layers.weights import WeightAxes
@@ -91,8 +91,9 @@ def freeze(w: jax.Array, contracted: Sequence[int], recipe: Recipe) -> Frozen:
 class Provider(qwix.QuantizationProvider):
     """Quantizes a model by a policy: ``qwix.quantize_model(model, Provider(policy), ...)``.
 
-    A product is quantized if one of its operands is a parameter of the module that is being called; products of two
-    activations never are. Paths are those of modules, as in the rules of Qwix, and the name of a parameter that is not
+    A product is quantized if one of its operands is a parameter of the module that is being called. Qwix tells it by
+    what JAX has traced, or else by its shape; of two operands with the shape of a parameter it is the right one, and
+    parameters of one shape need one rule. Paths are those of modules, as in the rules of Qwix, and the name of a parameter that is not
     called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its keys from
     ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model once,
     which needs a key too.
@@ -208,7 +209,7 @@ class Provider(qwix.QuantizationProvider):
             numbers = ragged_dot_dimension_numbers
             return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, *args, **options)
 
-        w_axes = axes_of_experts(ragged_dot_dimension_numbers)
+        w_axes = _axes_of_experts(ragged_dot_dimension_numbers)
         if w_axes is None:
             return of_jax(lhs, rhs, group_sizes, *args, **options)
         return self.experts(of_jax, w_axes, lhs, rhs, group_sizes, *args, **options)
@@ -312,15 +313,29 @@ def _path_of(module: nn.Module | flax_nnx.Module) -> str:
 
 
 def _shapes_in(module: nn.Module | flax_nnx.Module) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters that a module has itself, by name."""
+    """Returns the shapes of the parameters that a module has itself, in the order of their names."""
     if isinstance(module, flax_nnx.Module):
-        return {name: value.shape for name, value in vars(module).items() if isinstance(value, flax_nnx.Param)}
-    params = flax_util.unbox(dict(module.variables.get("params", {})))
-    return {name: value.shape for name, value in params.items() if hasattr(value, "shape")}
+        own = {name: value for name, value in vars(module).items() if isinstance(value, flax_nnx.Param)}
+    else:
+        own = flax_util.unbox(dict(module.variables.get("params", {})))
+    return {name: own[name].shape for name in sorted(own) if hasattr(own[name], "shape")}
 
 
 def _is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return len(part) == len(whole) and all(p and not w % p for p, w in zip(part, whole, strict=True))
+
+
+def _axes_of_experts(dimension_numbers: jax.lax.RaggedDotDimensionNumbers) -> WeightAxes | None:
+    """Returns the order of the weights in a ``lax.ragged_dot_general`` that ``RaggedDot`` computes; None for others."""
+    contracting, batch = dimension_numbers.dot_dimension_numbers
+    found = [
+        [list(map(int, axes)) for axes in (*contracting, *batch)],
+        list(dimension_numbers.lhs_ragged_dimensions),
+        list(dimension_numbers.rhs_group_dimensions),
+    ]
+    if found == [[[1], [1], [], []], [0], [0]]:
+        return "kn"
+    return "nk" if found == [[[1], [2], [], []], [0], [0]] else None
 
 
 def _layers_in(model: nn.Module | flax_nnx.Module) -> list[Layer]:

@@ -66,24 +66,6 @@ class Stack(nn.Module):
         return loop(block(name="block"), x, None)[0]
 
 
-class ScannedBlock(nn.Module):
-    """One class that is lifted twice: no module is called between the loop and ``nn.remat`` or ``nn.jit``."""
-
-    split_sr: bool
-    lift: Any = nn.remat
-
-    @nn.compact
-    def __call__(self, x):
-        class Block(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return Mlp(name="mlp")(x), None
-
-        axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": self.split_sr, "dropout": False}
-        loop = nn.scan(self.lift(Block), variable_axes=axes, split_rngs=rngs, length=2)
-        return loop(name="block")(x, None)[0]
-
-
 class LinenOwn(nn.Module):
     """Multiplies by itself, as some models do."""
 

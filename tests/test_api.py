@@ -38,8 +38,7 @@ def test_no_public_name_hides_a_module():
 
 
 # They are about operations, make specs or keys, move trees to a store and back, or move bytes of a weight.
-NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "to_state", "from_state")
-NO_OPERATIONS += ("step_key", "layer_index", "layer_key")
+NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "to_state", "from_state", "step_key")
 
 
 def test_operations_are_the_public_functions():

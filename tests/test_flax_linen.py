@@ -20,7 +20,6 @@ from flax_models import (
     TOKENS,
     Mlp,
     MoeBlock,
-    ScannedBlock,
     Stack,
     Transformer,
     X,
@@ -239,15 +238,13 @@ def test_remat_changes_no_bit():
 
 
 # ---------------------------------------------------------------- keys
-SPLIT = (("params", True), ("sr", True), ("dropout", False))
+SPLIT = (("params", True), ("sr", True))
 STACKS = {
     "a, unrolled": (Stack(2), False),
     "b, unrolled": (Stack(2), True),
     "b, remat": (Stack(2, lift=nn.remat), True),
     "b, scanned": (Stack(2, scan=True, split_rngs=SPLIT), True),
     "b, scanned remat": (Stack(2, scan=True, lift=nn.remat, split_rngs=SPLIT), True),
-    "b, scanned block": (ScannedBlock(split_sr=True), True),
-    "b, scanned jit": (ScannedBlock(split_sr=True, lift=lambda m: nn.jit(nn.remat(m))), True),
 }
 
 
@@ -272,7 +269,7 @@ def test_every_layer_of_every_step_draws_its_own_bits(sown_keys, model, rngs):
     @jax.jit
     def step(variables, key):
         with intercept(ALL), nullcontext() if rngs else step_key(key):
-            return model.apply(variables, X, rngs={"sr": key, "dropout": KEY} if rngs else None, mutable=["keys"])[1]
+            return model.apply(variables, X, rngs={"sr": key} if rngs else None, mutable=["keys"])[1]
 
     drawn = [leaf.reshape(-1, 2) for key in (KEY, jax.random.key(6)) for leaf in jax.tree.leaves(step(variables, key))]
     assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers

@@ -231,8 +231,8 @@ class DotGeneral(LayerProduct):
 
     Attributes:
       recipe: how each GEMM quantizes its operands.
-      path: the name of the layer in its model, such as "block_3/mlp/up". A layer that rounds stochastically draws its
-        random bits by ``layer_key(path)`` where no key is passed.
+      path: the name of the layer in its model, such as "block_3/mlp/up", which a layer that rounds stochastically folds
+        into the key of ``step_key`` where no key is passed.
       w_gather: as in ``jnvfp4.dot_general``.
       pad: whether K and N become multiples of 16 even where the recipe needs none.
     """
@@ -254,7 +254,7 @@ class DotGeneral(LayerProduct):
 
         The zeros change no value that the operands hold: they are never an amax, and they add nothing to a sum.
         Arguments, result and errors are those of ``jnvfp4.dot_general``, but where ``key`` is None and the recipe
-        rounds stochastically, the key is ``layer_key(path)``.
+        rounds stochastically, the key is that of ``step_key``, with the path folded in.
         """
         check = self.checks(precision, out_sharding, unsupported)
         key = self.key_or_own(check, key)

@@ -7,7 +7,6 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core.mesh import Placement, axes_of_dims, resharded
@@ -53,8 +52,8 @@ def grouped_linear(
       group_sizes: int32 [G], as in ``grouped_matmul_nt``.
       recipe: as in ``linear``; no spec of fprop or dgrad may have amax scope "window64". Its wgrad is not quantized,
         because blocks of 16 rows would cross experts: a pair of specs there means None.
-      key: as in ``linear``. Expert g draws from ``jax.random.fold_in(k, g)``, where k is the key that ``linear`` would
-        use for w. Inside ``jax.shard_map`` g counts the experts of one device: fold its index into the key.
+      key: as in ``linear``. Expert g folds g into ``jax.random.fold_in(key, 1)``, and then the bits of its amax. Inside
+        ``jax.shard_map`` g counts the experts of one device: fold its index into the key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       accumulation: as in ``grouped_matmul_nt``, for the forward product and that of dx.
       implementation: as in ``quantize``; or the name of a kernel of ``grouped_matmul_nt``, for the forward product,
@@ -182,8 +181,8 @@ class RaggedDot(LayerProduct):
 
     Attributes:
       recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
-      path: the name of the layer in its model. A layer that rounds stochastically draws its random bits by
-        ``layer_key(path)`` where no key is passed.
+      path: the name of the layer in its model, which a layer that rounds stochastically folds into the key of
+        ``step_key`` where no key is passed.
       w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
       pad: as in ``jnvfp4.DotGeneral``.
     """
@@ -210,7 +209,7 @@ class RaggedDot(LayerProduct):
           precision: only None or the default, because the operands are quantized.
           preferred_element_type: the dtype of the result; that of ``lax.ragged_dot`` if None.
           group_offset: must be None, as ``lax.ragged_dot`` has it too.
-          key: as in ``grouped_linear``. If it is None and the recipe rounds stochastically, ``layer_key(path)``.
+          key: as in ``grouped_linear``. If it is None and the recipe rounds stochastically, that of ``step_key``.
           w_axes: as in ``grouped_linear``.
           **unsupported: newer arguments of ``lax.ragged_dot``; each must be None.
 
@@ -236,16 +235,3 @@ class RaggedDot(LayerProduct):
         x, w = padded(x, w, w_axes, *recipe.units_of(self.pad))
         y = multiply(call, x, w, key, self.w_gather, group_sizes=group_sizes)
         return y[:, :n] if y.shape[1] != n else y
-
-
-def axes_of_experts(dimension_numbers: lax.RaggedDotDimensionNumbers) -> WeightAxes | None:
-    """Returns the order of the weights in a ``lax.ragged_dot_general`` that ``RaggedDot`` computes; None for others."""
-    contracting, batch = dimension_numbers.dot_dimension_numbers
-    found = [
-        [list(map(int, axes)) for axes in (*contracting, *batch)],
-        list(dimension_numbers.lhs_ragged_dimensions),
-        list(dimension_numbers.rhs_group_dimensions),
-    ]
-    if found == [[[1], [1], [], []], [0], [0]]:
-        return "kn"
-    return "nk" if found == [[[1], [2], [], []], [0], [0]] else None

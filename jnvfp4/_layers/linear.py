@@ -56,10 +56,10 @@ def linear(
         ``recipes.pretrain(stochastic_rounding=False)``: it quantizes all three GEMMs and needs no key.
       bias: [N], any float dtype, added in float32 before the cast.
       key: a JAX PRNG key, needed for gradients if the recipe rounds stochastically (``recipe.stochastic``), without
-        gradients only if the forward GEMM does (``recipe.stochastic_forward``), and otherwise unused. Give each layer,
-        each step, each iteration of a loop and each example of vmap its own: a key from outside a loop, or a constant
-        of the jitted function, draws the same bits each time, which only ``step_key`` refuses. x, w and dy draw from
-        ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can need a key.
+        gradients only if the forward GEMM does (``recipe.stochastic_forward``), and otherwise unused. Give each layer
+        and each step its own. x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2, with the bits of
+        their amax folded in, so that other data draw other bits (docs/numerics.md). If w is an NVFP4Tensor, only the
+        rounding of x can need a key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       accumulation: as in ``matmul_nt``, for every GEMM of quantized operands, forward and backward. XLA computes GEMMs
         in high precision, in its own order.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.lax import ragged_dot_general  # not what jnvfp4.flax.linen.intercept puts in its place
+from jax.lax import ragged_dot_general  # not what Qwix puts in its place
 
 from .. import reference
 from .._core import softfloat
