@@ -123,7 +123,7 @@ def contract(
             )
     in_flax_order = right.batch + right.contracting + right.free == tuple(range(b.ndim))
     w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
-    call = Call(op, recipe, Weights(w_axes), products=Dense, out_dtype=out_dtype)
+    call = Call(op, recipe, Weights(w_axes), Dense, out_dtype)
     x = _flattened(op, a, left.batch, *((i,) for i in left.free), left.contracting)
     groups = right[1:] if w_axes == "kn" else right[:0:-1]
     w = _flattened(op, b, right.batch, *groups)

@@ -228,7 +228,7 @@ class RaggedDot(LayerProduct):
         w = rhs if isinstance(rhs, NVFP4Tensor) else check.float_array("rhs", rhs)
         dtype = preferred_element_type or (x.dtype if isinstance(w, NVFP4Tensor) else dtype_of_lax(x, w))
         dtype = check.float_dtype("preferred_element_type", dtype)
-        call = Call(check.op, recipe, check.weights, products=Grouped, out_dtype=dtype)
+        call = Call(check.op, recipe, check.weights, Grouped, dtype)
         if isinstance(w, NVFP4Tensor) or w.ndim != 3 or x.ndim != 2:  # which raises for other ranks
             return multiply(call, x, w, key, self.w_gather, group_sizes=group_sizes)
         n, _ = call.weights.ordered(*w.shape[1:])

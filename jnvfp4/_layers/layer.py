@@ -1,9 +1,9 @@
-"""The derivative of a layer, dense or grouped: the operands of its GEMMs, and the residuals of the backward pass."""
+"""A call of a layer, dense or grouped: the checks of its arguments, the operands of its GEMMs, and its derivative."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, get_args
 
@@ -95,7 +95,7 @@ _NO_DTYPES: OfOperands[Any] = OfOperands(None, None, None)
 class Call(LayerChecks):
     """Holds the static arguments of one call of a layer, and checks the others."""
 
-    _: KW_ONLY
+    weights: Weights
     products: type[Products]
     out_dtype: Any = None  # None is that of x
     accumulation: Accumulation = "fast"
@@ -163,15 +163,7 @@ def call_of(
     check.choice("accumulation", accumulation, get_args(Accumulation))
     check.choice("w_axes", w_axes, get_args(WeightAxes))
     dtype = None if out_dtype is None else check.float_dtype("out_dtype", out_dtype)
-    return Call(
-        op,
-        recipe,
-        Weights(w_axes),
-        products=products,
-        out_dtype=dtype,
-        accumulation=accumulation,
-        implementation=implementation,
-    )
+    return Call(op, recipe, Weights(w_axes), products, dtype, accumulation, implementation)
 
 
 def multiply(
