@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -93,10 +92,10 @@ class Provider(qwix.QuantizationProvider):
 
     A product is quantized if one of its operands is a parameter of the module that is being called. Qwix tells it by
     what JAX has traced, or else by its shape; of two operands with the shape of a parameter it is the right one, and
-    parameters of one shape need one rule. Paths are those of modules, as in the rules of Qwix, and the name of a parameter that is not
-    called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its keys from
-    ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model once,
-    which needs a key too.
+    parameters of one shape need one rule. Paths are those of modules, as in the rules of Qwix, and the name of a
+    parameter that is not called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its
+    keys from ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model
+    once, which needs a key too.
 
     Args:
       policy: which layers are quantized, and how.
@@ -133,7 +132,7 @@ class Provider(qwix.QuantizationProvider):
         return super().get_intercept_map() | {
             "jax.lax.dot_general": self.dot_general,
             "jax.numpy.einsum": self.einsum,
-            "jax.lax.ragged_dot": partial(self.experts, jax.lax.ragged_dot, "kn"),
+            "jax.lax.ragged_dot": self.ragged_dot,
             "jax.lax.ragged_dot_general": self.ragged_dot_general,
         }
 
@@ -194,6 +193,10 @@ class Provider(qwix.QuantizationProvider):
             return result if sharding is None else jax.sharding.reshard(result, sharding)
         return Einsum(recipe, path, **of_w)(of_x_and_w, x, w, key=self._key(recipe, path), **options)
 
+    def ragged_dot(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        """Computes ``jax.lax.ragged_dot``, quantized if its weights are a parameter."""
+        return self._of_experts(jax.lax.ragged_dot, "kn", lhs, rhs, *args, **options)
+
     def ragged_dot_general(
         self,
         lhs: jax.Array,
@@ -212,12 +215,11 @@ class Provider(qwix.QuantizationProvider):
         w_axes = _axes_of_experts(ragged_dot_dimension_numbers)
         if w_axes is None:
             return of_jax(lhs, rhs, group_sizes, *args, **options)
-        return self.experts(of_jax, w_axes, lhs, rhs, group_sizes, *args, **options)
+        return self._of_experts(of_jax, w_axes, lhs, rhs, group_sizes, *args, **options)
 
-    def experts(
+    def _of_experts(
         self, of_jax: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
     ) -> jax.Array:
-        """Computes ``jax.lax.ragged_dot``, quantized if its weights are a parameter."""
         k, n = rhs.shape[1:] if w_axes == "kn" else rhs.shape[:0:-1]
         found = None if self._is_initializing() else self._decide(_names_of(rhs, in_parts=True), (n, k))
         if found is None:
