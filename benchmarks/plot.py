@@ -1,4 +1,4 @@
-"""A picture of a result: operations against a copy or bfloat16; for the quantize suite also the speed of one by size."""
+"""A picture of a result: operations against a copy or bfloat16; for the quantize suite also one by size."""
 
 import math
 import pathlib

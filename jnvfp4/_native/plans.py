@@ -145,6 +145,6 @@ def plan_grouped(
 
 
 def _device(capability: int | None) -> tuple[int, str]:
-    """Returns the capability that a plan must fit, and the targets of the build; without one, answers are hypothetical."""
+    """Returns the capability that a plan must fit, and the targets of the build; "" makes answers hypothetical."""
     built_for = getattr(load.extensions().get("cuda"), "built_for", "")
     return any_gpu() if capability is None else capability, built_for
