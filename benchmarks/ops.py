@@ -19,8 +19,8 @@ from jnvfp4 import (
     ROW_SCALED,
     WINDOW64,
     QuantSpec,
-    four_over_six,
 )
+from jnvfp4.spec import four_over_six
 
 What = Literal["quantize", "dequantize", "transpose"]
 PACKED = 0.5625  # bytes an element of codes and scales

@@ -14,11 +14,8 @@ from ._layers.dot_general import dot_general as dot_general
 from ._layers.einsum import einsum as einsum
 from ._layers.grouped_linear import RaggedDot as RaggedDot
 from ._layers.grouped_linear import grouped_linear as grouped_linear
-from ._layers.keys import layer_index as layer_index
-from ._layers.keys import layer_key as layer_key
 from ._layers.keys import step_key as step_key
 from ._layers.linear import linear as linear
-from ._layers.quantizer import RESIDUAL_NAME as RESIDUAL_NAME
 from ._layers.weights import QuantizedWeight as QuantizedWeight
 from ._ops.matmul import grouped_matmul_nt as grouped_matmul_nt
 from ._ops.matmul import matmul_nt as matmul_nt
@@ -32,6 +29,7 @@ from ._reports.quantization import quantization_report as quantization_report
 from ._reports.support import Support as Support
 from ._reports.support import export_checks as export_checks
 from ._reports.support import supports as supports
+from ._self_check import cases as _cases  # noqa: F401  (a primitive is checked by the cases of its name)
 from ._version import __version__ as __version__
 from .policy import Policy as Policy
 from .policy import Rule as Rule
@@ -47,7 +45,6 @@ from .spec import ROW_SCALED as ROW_SCALED
 from .spec import WINDOW64 as WINDOW64
 from .spec import Format as Format
 from .spec import QuantSpec as QuantSpec
-from .spec import four_over_six as four_over_six
 
 if not _TYPE_CHECKING:  # for whom `import jnvfp4.flax` says what it holds
 

@@ -1,8 +1,6 @@
 """Equinox: ``apply`` quantizes the ``equinox.nn.Linear`` layers of a model. Needs equinox 0.13."""
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral
-from ._layers.keys import key_of_layer, layer_index
+from ._layers.keys import key_of_layer
 from ._native.compat import is_mapped
 from .policy import Layer, Policy, check_policy, depths_of, is_weight, layers_of, path_of_parameter
 
@@ -30,26 +28,19 @@ class Linear(eqx.nn.Linear):
 
     Attributes:
       product: the ``jnvfp4.DotGeneral`` that multiplies, with the recipe and the path of the layer.
-      index: the number of the layer where its weights are stacked, which the loop over them takes apart; or None. It is
-        an integer array, which optimizers leave alone.
     """
 
     product: DotGeneral = eqx.field(static=True)
-    index: jax.Array | None
 
     def __init__(self, layer: eqx.nn.Linear, product: DotGeneral) -> None:
         """Takes the weights of a layer."""
         for name, value in _fields(layer).items():
             setattr(self, name, value)
-        counted = layer.weight.shape[:-2]
-        self.index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
         self.product = product
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Computes weight x + bias for one token x [in_features]; ``key`` is ignored, as Equinox does."""
-        with nullcontext() if self.index is None else layer_index(self.index):
-            drawn = key_of_layer(str(self.product.path), self.product.recipe)
-        y = _of_tokens(self.product, x, self.weight, drawn)
+        y = _of_tokens(self.product, x, self.weight, key_of_layer(str(self.product.path), self.product.recipe))
         return y if self.bias is None else y + self.bias
 
 

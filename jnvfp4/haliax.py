@@ -1,88 +1,53 @@
-"""haliax and Levanter: ``DotGeneral`` for a ``Linear``, ``RaggedDot`` for experts, ``apply`` for a whole model."""
+"""haliax and Levanter: ``DotGeneral`` for a ``Linear``, ``apply`` for a whole model."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-import jax.numpy as jnp
 from haliax.quantization import DotGeneralOp
-from jax.typing import DTypeLike
 
+from ._core.mesh import Placement
 from ._core.tensor import PyTree
 from ._layers.dot_general import DotGeneral as _DotGeneral
-from ._layers.gather import Placement
-from ._layers.grouped_linear import RaggedDot as _RaggedDot
-from ._layers.keys import layer_index
 from .equinox import KINDS, Kinds, layers_in, path_of
 from .policy import Layer, Policy, check_policy
 from .recipes import DEFAULT, Recipe
 
-__all__ = ["DotGeneral", "RaggedDot", "apply"]
+__all__ = ["DotGeneral", "apply"]
 
 Model = TypeVar("Model")
 
 
 class DotGeneral(eqx.Module):
-    """Follows the protocol ``haliax.quantization.DotGeneralOp``, and multiplies by a recipe.
+    """Makes a module of a ``jnvfp4.DotGeneral``, by the protocol ``haliax.quantization.DotGeneralOp``.
+
+    Its arguments are those of ``jnvfp4.DotGeneral``.
 
     Attributes:
-      recipe: how each GEMM quantizes its operands.
-      path: the name of the layer, for ``jnvfp4.step_key``; ``apply`` sets it.
-      index: the number of the layer in a ``Stacked`` model, which the loop over the layers takes apart; or None. It is
-        an integer array, which optimizers leave alone.
-      w_gather: as in ``jnvfp4.dot_general``, by the axes of the weights without those that count layers.
-      pad: as in ``jnvfp4.DotGeneral``.
+      product: the ``jnvfp4.DotGeneral`` that multiplies; ``apply`` sets its path.
     """
 
-    recipe: Recipe = eqx.field(static=True, default=DEFAULT)
-    path: str | None = eqx.field(static=True, default=None)
-    index: jax.Array | None = None
-    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
-    pad: bool = eqx.field(static=True, default=False)
+    product: _DotGeneral = eqx.field(static=True)
+
+    def __init__(
+        self,
+        recipe: Recipe = DEFAULT,
+        path: str | None = None,
+        w_gather: tuple[Placement, Placement] | None = None,
+        pad: bool = False,
+    ) -> None:
+        self.product = _DotGeneral(recipe, path, w_gather, pad)
 
     def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        precision: object = None,
-        preferred_element_type: DTypeLike | None = None,
-        **options: Any,
+        self, lhs: jax.Array, rhs: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, *args: Any, **options: Any
     ) -> jax.Array:
         """Computes ``jax.lax.dot_general`` of activations and weights."""
-        product = _DotGeneral(self.recipe, self.path, self.w_gather, self.pad)
-        with nullcontext() if self.index is None else layer_index(self.index):
-            return product(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
-
-
-class RaggedDot(eqx.Module):
-    """Multiplies groups of rows by a recipe, for code that calls ``op(lhs, rhs, group_sizes)`` on arrays.
-
-    Attributes:
-      recipe: how each product quantizes its operands, as in ``jnvfp4.grouped_linear``.
-      path: the name of the layer, for ``jnvfp4.step_key``.
-      index: as in ``DotGeneral``.
-      w_gather: as in ``jnvfp4.grouped_linear``, by the axes of rhs.
-      pad: as in ``jnvfp4.RaggedDot``.
-    """
-
-    recipe: Recipe = eqx.field(static=True, default=DEFAULT)
-    path: str | None = eqx.field(static=True, default=None)
-    index: jax.Array | None = None
-    w_gather: tuple[Placement, Placement] | None = eqx.field(static=True, default=None)
-    pad: bool = eqx.field(static=True, default=False)
-
-    def __call__(self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-        """Computes ``jax.lax.ragged_dot`` of activations [M, K] and the weights [G, K, N] of experts."""
-        product = _RaggedDot(self.recipe, self.path, self.w_gather, self.pad)
-        with nullcontext() if self.index is None else layer_index(self.index):
-            return product(lhs, rhs, group_sizes, **options)
+        return self.product(lhs, rhs, dimension_numbers, *args, **options)
 
 
 def apply(model: Model, policy: Policy) -> Model:
@@ -108,9 +73,7 @@ def apply(model: Model, policy: Policy) -> Model:
         if recipe is None:
             ours = isinstance(node, hnn.Linear) and isinstance(node.dot_general, DotGeneral)
             return dataclasses.replace(node, dot_general=DotGeneralOp.default()) if ours else node
-        counted = _stacked(node)
-        index = jnp.arange(math.prod(counted), dtype=jnp.int32).reshape(counted) if counted else None
-        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, index, **policy.options_of(path)))
+        return dataclasses.replace(node, dot_general=DotGeneral(recipe, path, **policy.options_of(path)))
 
     return jax.tree_util.tree_map_with_path(replaced, model, is_leaf=lambda node: isinstance(node, hnn.Linear))
 
@@ -118,13 +81,8 @@ def apply(model: Model, policy: Policy) -> Model:
 def _layer(keys: tuple, linear: hnn.Linear) -> Layer:
     n, k = (math.prod(axis.size for axis in _axes(of)) for of in (linear.Out, linear.In))
     shape = tuple(axis.size for axis in linear.weight.axes)
-    return Layer(_path(keys), shape, (n, k), len(_stacked(linear)) > 0)
-
-
-def _stacked(linear: hnn.Linear) -> tuple[int, ...]:
-    """Returns the sizes of the axes of the weights that count layers."""
     own = {axis.name for axis in (*_axes(linear.In), *_axes(linear.Out))}
-    return tuple(axis.size for axis in linear.weight.axes if axis.name not in own)
+    return Layer(_path(keys), shape, (n, k), any(axis.name not in own for axis in linear.weight.axes))
 
 
 def _axes(axes: hax.Axis | Sequence[hax.Axis]) -> tuple[hax.Axis, ...]:

@@ -13,13 +13,12 @@ from typing import NamedTuple, TypedDict
 
 import jax
 
+from ._core.mesh import Placement
 from ._core.patterns import check_path_pattern, layer_path, matches_path, part_in
 from ._core.tensor import PyTree
-from ._layers.dot_general import units_of
-from ._layers.gather import Placement, as_pair
-from ._layers.weights import to_recipe
+from ._layers.gather import as_pair
 from ._ops.arguments import describe
-from .recipes import Recipe
+from .recipes import Recipe, to_recipe
 
 __all__ = ["KEEP", "Decision", "Explanation", "Layer", "Policy", "Rule"]
 
@@ -240,7 +239,7 @@ class Policy:
         elif recipe is not None and (end := self._end(layer.path, depths)):
             recipe, why = None, end
         if recipe is not None and layer.sizes is not None:
-            why += _padding(layer.sizes, units_of(recipe, self._pads(layer.path)))
+            why += _padding(layer.sizes, recipe.units_of(self._pads(layer.path)))
         return Decision(layer.path, layer.shape, recipe, why)
 
     def warn(self, op: str, layer: Layer, depths: Mapping[str, int] = MappingProxyType({})) -> None:

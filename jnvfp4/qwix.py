@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -9,33 +11,91 @@ import jax.numpy as jnp
 import qwix
 from flax import linen as nn
 from flax import nnx as flax_nnx
+from jax.typing import DTypeLike
 from qwix._src.utils import flax_util
 
-from ._core.tensor import PyTree
-from ._layers.dot_general import DotGeneral
-from ._layers.einsum import contraction, einsum_of_layer, sizes_of
-from ._layers.frozen import Frozen, freeze
+from ._core.tensor import NVFP4Tensor, PyTree
+from ._layers.dot_general import DotGeneral, check_options
+from ._layers.einsum import Einsum, contraction, sizes_of
+from ._layers.grouped_linear import RaggedDot
 from ._layers.keys import key_of_layer
+from ._layers.linear import linear
 from ._layers.weights import WeightAxes
-from ._native.compat import made_of
-from .flax import linen, nnx
-from .flax._experts import Experts, intercepted, product_of
+from ._ops.quantize import quantize
+from .flax import linen
 from .policy import Decision, Explanation, Layer, Policy, ProductOptions, check_policy, depths_of, path_of_parameter
 from .recipes import Recipe
 
 __all__ = ["Provider"]
 
-Found = tuple[Recipe, str, ProductOptions, int]  # what _layer returns
+Found = tuple[Recipe, str, ProductOptions]  # how a layer multiplies, and its path
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """Holds weights that are not trained.
+
+    Attributes:
+      tensor: [N, K], the axes that the product leaves and those that it contracts.
+      shape: of the array that was quantized.
+      contracted: its axes of K.
+      dtype: its dtype.
+    """
+
+    tensor: NVFP4Tensor
+    shape: tuple[int, ...] = field(metadata={"static": True})
+    contracted: tuple[int, ...] = field(metadata={"static": True})
+    dtype: jnp.dtype = field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Returns the number of axes of the array."""
+        return len(self.shape)
+
+    def __getitem__(self, index: EllipsisType) -> "Frozen":
+        """Returns the weights: layers of NNX read ``kernel[...]``."""
+        if index is not ...:
+            raise TypeError(f"Frozen: weights in NVFP4 must be read as a whole, by [...], got [{index!r}]")
+        return self
+
+    def dot(
+        self,
+        op: str,
+        x: jax.Array,
+        contracted: Sequence[int],
+        recipe: Recipe,
+        key: jax.Array | None,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        **unsupported: object,
+    ) -> jax.Array:
+        """Computes ``jax.lax.dot_general`` of x and the weights, [*x free, *weights free]; dx is not quantized."""
+        check_options(op, precision, None, unsupported)
+        free = [axis for axis in range(x.ndim) if axis not in contracted]
+        rows = x.transpose(*free, *contracted).reshape(*(x.shape[axis] for axis in free), -1)
+        columns = [size for axis, size in enumerate(self.shape) if axis not in self.contracted]
+        product = linear(rows, self.tensor, recipe, key=key, out_dtype=preferred_element_type)
+        return product.reshape(*rows.shape[:-1], *columns)
+
+
+def freeze(w: jax.Array, contracted: Sequence[int], recipe: Recipe) -> Frozen:
+    """Quantizes weights as the forward pass of the recipe does; N and K must fit its spec."""
+    assert recipe.fprop is not None
+    free = [axis for axis in range(w.ndim) if axis not in contracted]
+    matrix = w.transpose(*free, *contracted).reshape(-1, math.prod(w.shape[axis] for axis in contracted))
+    return Frozen(quantize(matrix, recipe.fprop.w), w.shape, tuple(contracted), jnp.dtype(w.dtype))
 
 
 class Provider(qwix.QuantizationProvider):
     """Quantizes a model by a policy: ``qwix.quantize_model(model, Provider(policy), ...)``.
 
-    A product is quantized if one of its operands is a parameter of the module that is being called; products of two
-    activations never are. Paths are those of modules, as in the rules of Qwix, and the name of a parameter that is not
-    called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its keys from
-    ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model once,
-    which needs a key too.
+    A product is quantized if one of its operands is a parameter of the module that is being called. Qwix tells it by
+    what JAX has traced, or else by its shape; of two operands with the shape of a parameter it is the right one, and
+    parameters of one shape need one rule. Paths are those of modules, as in the rules of Qwix, and the name of a
+    parameter that is not called kernel, weight or w: "layers/3/moe/up". A recipe that rounds stochastically takes its
+    keys from ``jnvfp4.step_key``, or from ``rngs={'sr': key}`` of a Linen model. ``quantize_model`` calls an NNX model
+    once, which needs a key too.
 
     Args:
       policy: which layers are quantized, and how.
@@ -61,7 +121,6 @@ class Provider(qwix.QuantizationProvider):
         self.policy = policy
         self.lora = lora
         self.depths: Mapping[str, int] = {}
-        self.parameters = Experts()
         self.met: dict[str, Decision] = {}
 
     def explain(self) -> Explanation:
@@ -70,13 +129,12 @@ class Provider(qwix.QuantizationProvider):
 
     def get_intercept_map(self) -> dict[str, Callable]:
         """Returns the functions that Qwix replaces, by name."""
-        ours = {"jax.lax.dot_general": self.dot_general, "jax.numpy.einsum": self.einsum}
-        of_jax: dict[str, Callable] = {
-            "ragged_dot": jax.lax.ragged_dot,
-            "ragged_dot_general": jax.lax.ragged_dot_general,
+        return super().get_intercept_map() | {
+            "jax.lax.dot_general": self.dot_general,
+            "jax.numpy.einsum": self.einsum,
+            "jax.lax.ragged_dot": self.ragged_dot,
+            "jax.lax.ragged_dot_general": self.ragged_dot_general,
         }
-        experts = {f"jax.lax.{name}": function for name, function in intercepted(self.experts, of_jax).items()}
-        return super().get_intercept_map() | ours | experts
 
     def get_interceptors(self) -> Sequence[Callable]:
         """Returns what makes the interceptors; Qwix applies the last one first."""
@@ -89,7 +147,7 @@ class Provider(qwix.QuantizationProvider):
         layers = _layers_in(model)
         if layers:
             self.policy.plan(layers)  # for its checks
-        self.depths, self.parameters = depths_of(layers), Experts()
+        self.depths = depths_of(layers)
         return super().process_model_inputs(model, model_args, model_kwargs)
 
     def dot_general(
@@ -99,7 +157,7 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(lhs, rhs)
         if found is None:
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **options)
-        recipe, path, of_w, side = found
+        (recipe, path, of_w), side = found
         product, sharding = DotGeneral(recipe, path, **of_w), options.pop("out_sharding", None)
         if side == 1 and (frozen := self._frozen(rhs, dimension_numbers, recipe)) is not None:
             result = self._frozen_dot(path, frozen, lhs, dimension_numbers[0][0], recipe, *args, **options)
@@ -119,7 +177,7 @@ class Provider(qwix.QuantizationProvider):
         found = self._layer(*operands) if isinstance(subscripts, str) and len(operands) == 2 else None
         if found is None:
             return jnp.einsum(subscripts, *operands, **options)
-        recipe, path, of_w, side = found
+        (recipe, path, of_w), side = found
         x, w = operands if side == 1 else operands[::-1]
         of_x_and_w = subscripts if side == 1 else _flipped(subscripts)
         reason = sizes_of(of_x_and_w, x.ndim, w.shape)[1]
@@ -133,51 +191,76 @@ class Provider(qwix.QuantizationProvider):
             sharding = options.pop("out_sharding", None)
             result = self._frozen_dot(path, frozen, x, numbers[0][0], recipe, **options).transpose(order)
             return result if sharding is None else jax.sharding.reshard(result, sharding)
-        return einsum_of_layer(path, of_x_and_w, x, w, recipe, self._key(recipe, path), **of_w, **options)
+        return Einsum(recipe, path, **of_w)(of_x_and_w, x, w, key=self._key(recipe, path), **options)
 
-    def experts(
-        self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
-    ) -> jax.Array:
+    def ragged_dot(self, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
         """Computes ``jax.lax.ragged_dot``, quantized if its weights are a parameter."""
-        module = flax_util.get_current_module()
-        if not isinstance(module, nn.Module):
-            path = "/".join(map(str, flax_util.get_current_module_path()))
-            layers = self.parameters.layers(module, path, nnx.parameters_of(module), rhs, w_axes)
-        elif module.scope is None or module.is_initializing():
-            return call(lhs, rhs, *args, **options)
-        else:
-            layers = linen.experts_of(self.parameters, module, rhs, w_axes, {})
-        product = product_of(self.policy, self.depths, layers)
-        self.met[layers[0].path] = self.policy.decide(layers[0], self.depths)
-        if product is None:
-            return call(lhs, rhs, *args, **options)
-        key = self._key(product.recipe, layers[0].path)
+        return self._of_experts(jax.lax.ragged_dot, "kn", lhs, rhs, *args, **options)
+
+    def ragged_dot_general(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        group_sizes: jax.Array,
+        ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+        *args: Any,
+        **options: Any,
+    ) -> jax.Array:
+        """Computes ``jax.lax.ragged_dot_general``, quantized if it is the product of a layer of experts."""
+
+        def of_jax(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *args: Any, **options: Any) -> jax.Array:
+            numbers = ragged_dot_dimension_numbers
+            return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, *args, **options)
+
+        w_axes = _axes_of_experts(ragged_dot_dimension_numbers)
+        if w_axes is None:
+            return of_jax(lhs, rhs, group_sizes, *args, **options)
+        return self._of_experts(of_jax, w_axes, lhs, rhs, group_sizes, *args, **options)
+
+    def _of_experts(
+        self, of_jax: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any
+    ) -> jax.Array:
+        k, n = rhs.shape[1:] if w_axes == "kn" else rhs.shape[:0:-1]
+        found = None if self._is_initializing() else self._decide(_names_of(rhs, in_parts=True), (n, k))
+        if found is None:
+            return of_jax(lhs, rhs, *args, **options)
+        recipe, path, of_w = found
+        product, key = RaggedDot(recipe, path, **of_w), self._key(recipe, path)
         return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
 
-    def _layer(self, lhs: jax.Array, rhs: jax.Array) -> Found | None:
-        """Returns the recipe, path and options, and which operand holds the weights; None for other products."""
+    def _layer(self, lhs: jax.Array, rhs: jax.Array) -> tuple[Found, int] | None:
+        """Returns what multiplies, and which operand holds the weights; None for other products."""
+        if self._is_initializing():
+            return None
+        # Of two that may be parameters, by their shapes, it is the right one, as in the layers of Flax.
+        weights = [(side, names) for side, w in ((1, rhs), (0, lhs)) if (names := _names_of(w))]
+        if not weights or weights[0][1][0].endswith(("lora_a", "lora_b")):
+            return None
+        found = self._decide(weights[0][1])
+        return None if found is None else (found, weights[0][0])
+
+    def _decide(self, names: list[str], sizes: tuple[int, int] | None = None) -> Found | None:
+        """Returns the recipe, path and options of a layer whose weights are one of some parameters; None for none."""
+        if not names:
+            return None
         module = flax_util.get_current_module()
-        if isinstance(module, nn.Module) and (module.scope is None or module.is_initializing()):
-            return None
-        is_linen = isinstance(module, nn.Module)
-        params = (linen if is_linen else nnx).parameters_of(module)
-        found = [made_of(operand, params) for operand in (lhs, rhs)]
-        if not any(found):  # operands of which a trace knows nothing are told by their shapes
-            guessed = (flax_util.find_param(v) if f is None else None for v, f in zip((lhs, rhs), found, strict=True))
-            found = [[] if name is None else [name] for name in guessed]
-        weights = [(side, names[0]) for side, names in enumerate(found) if names]
-        if len(weights) != 1:
-            return None
-        ((side, name),) = weights
-        if name.endswith(("lora_a", "lora_b")):
-            return None
-        path = linen.path_of(module) if is_linen else "/".join(map(str, flax_util.get_current_module_path()))
-        layer = Layer(path_of_parameter(path, name), tuple((lhs, rhs)[side].shape))
-        decision = self.policy.decide(layer, self.depths)
-        self.met[layer.path] = decision
-        return (
-            None if decision.recipe is None else (decision.recipe, layer.path, self.policy.options_of(layer.path), side)
-        )
+        shapes, path = _shapes_in(module), _path_of(module)
+        layers = [Layer(path_of_parameter(path, name), shapes[name], sizes) for name in names]
+        decisions = [self.policy.decide(layer, self.depths) for layer in layers]
+        self.met |= {decision.path: decision for decision in decisions}
+        found = [(decision.recipe, self.policy.options_of(decision.path)) for decision in decisions]
+        if any(other != found[0] for other in found):
+            raise ValueError(
+                "Policy: parameters of one shape that Qwix cannot tell apart must have one recipe, w_gather and pad, "
+                f"got several for {', '.join(decision.path for decision in decisions)}; give them one rule"
+            )
+        recipe, options = found[0]
+        return None if recipe is None else (recipe, layers[0].path, options)
+
+    @staticmethod
+    def _is_initializing() -> bool:
+        module = flax_util.get_current_module()
+        return isinstance(module, nn.Module) and (module.scope is None or module.is_initializing())
 
     def _frozen(
         self, w: jax.Array | Frozen, dimension_numbers: jax.lax.DotDimensionNumbers, recipe: Recipe
@@ -192,8 +275,11 @@ class Provider(qwix.QuantizationProvider):
         k = math.prod(w.shape[axis] for axis in dimension_numbers[0][1])
         if k % recipe.fprop.w.unit or w.size // k % recipe.fprop.w.block_rows:  # the array is padded in each call
             return None
+        name, *others = _names_of(w)
+        if others:
+            return None
         frozen = freeze(w, dimension_numbers[0][1], recipe)
-        setattr(module, flax_util.find_param(w), flax_nnx.Param(frozen))
+        setattr(module, name, flax_nnx.Param(frozen))
         return frozen
 
     def _frozen_dot(
@@ -207,6 +293,51 @@ class Provider(qwix.QuantizationProvider):
         if isinstance(module, nn.Module):
             return linen.key_in(module, path, recipe)
         return key_of_layer(path, recipe)
+
+
+def _names_of(w: jax.Array | Frozen, in_parts: bool = False) -> list[str]:
+    """Returns which parameters of the module an operand may be: the one that Qwix finds, or all of its shape.
+
+    ``in_parts`` adds those whose shape is a multiple, of which ``shard_map`` has a part.
+    """
+    try:
+        name = flax_util.find_param(w)
+    except ValueError:  # it is one of several
+        name = None
+    shapes = _shapes_in(flax_util.get_current_module())
+    alike = [name] if name else [name for name, shape in shapes.items() if shape == w.shape]
+    return alike or [name for name, shape in shapes.items() if in_parts and _is_part(w.shape, shape)]
+
+
+def _path_of(module: nn.Module | flax_nnx.Module) -> str:
+    path = flax_util.get_current_module_path
+    return linen.path_of(module) if isinstance(module, nn.Module) else "/".join(map(str, path()))
+
+
+def _shapes_in(module: nn.Module | flax_nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters that a module has itself, in the order of their names."""
+    if isinstance(module, flax_nnx.Module):
+        own = {name: value for name, value in vars(module).items() if isinstance(value, flax_nnx.Param)}
+    else:
+        own = flax_util.unbox(dict(module.variables.get("params", {})))
+    return {name: own[name].shape for name in sorted(own) if hasattr(own[name], "shape")}
+
+
+def _is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(part) == len(whole) and all(p and not w % p for p, w in zip(part, whole, strict=True))
+
+
+def _axes_of_experts(dimension_numbers: jax.lax.RaggedDotDimensionNumbers) -> WeightAxes | None:
+    """Returns the order of the weights in a ``lax.ragged_dot_general`` that ``RaggedDot`` computes; None for others."""
+    contracting, batch = dimension_numbers.dot_dimension_numbers
+    found = [
+        [list(map(int, axes)) for axes in (*contracting, *batch)],
+        list(dimension_numbers.lhs_ragged_dimensions),
+        list(dimension_numbers.rhs_group_dimensions),
+    ]
+    if found == [[[1], [1], [], []], [0], [0]]:
+        return "kn"
+    return "nk" if found == [[[1], [2], [], []], [0], [0]] else None
 
 
 def _layers_in(model: nn.Module | flax_nnx.Module) -> list[Layer]:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -19,6 +20,21 @@ from .spec import (
     name_of,
 )
 from .spec import four_over_six as _four_over_six_spec
+
+__all__ = [
+    "DEFAULT",
+    "Dgrad",
+    "Fprop",
+    "Recipe",
+    "Wgrad",
+    "four_over_six",
+    "inference",
+    "pretrain",
+    "pretrain_4over6",
+    "rl",
+    "row_scaled",
+    "window64",
+]
 
 Backward = Literal["nvfp4", "high_precision", "dequantized"]
 Scope = Literal["weights", "activations", "all"]
@@ -137,6 +153,11 @@ class Recipe:
         of_k = _unit(self.fprop, dgrad and dgrad.w, wgrad and wgrad.x)
         return max(unit for _, unit in self.needs_of_n), of_k
 
+    def units_of(self, pad: bool) -> tuple[int, int]:
+        """Returns what N and K are padded to multiples of: what the recipe needs, or with ``pad`` at least 16."""
+        unit_n, unit_k = (max(unit, BLOCK if pad else 1) for unit in self.units)
+        return unit_n, unit_k
+
     @property
     def needs_of_n(self) -> list[tuple[str, int]]:
         """Lists why N must be a multiple of a number, and of which."""
@@ -183,11 +204,23 @@ def _unit(contracted: tuple[QuantSpec | None, QuantSpec] | None, *tiled: QuantSp
     return max([1, *units, *(spec.block_rows for spec in tiled if spec is not None)])
 
 
+def _makers() -> dict[str, Callable[..., Recipe]]:
+    """Returns the functions of this module that make recipes, by name."""
+    return {name: globals()[name] for name in __all__ if inspect.isfunction(globals()[name])}
+
+
+def to_recipe(value: object) -> str:
+    """Returns the end of an error for a spec, or for a function that makes recipes and was not called, or its name."""
+    for name, make in _makers().items():
+        if value is make or (isinstance(value, str) and value == name):
+            return f"; {'call it:' if value is make else 'pass'} jnvfp4.recipes.{name}()"
+    return "; make one: jnvfp4.Recipe(fprop=(x spec, w spec), ...)" if isinstance(value, QuantSpec) else ""
+
+
 @functools.cache
 def _named() -> dict[Recipe, str]:
     """Returns the names of the recipes that the functions of this module make, which are all different."""
-    makers = [f for name, f in globals().items() if not name.startswith("_") and inspect.isfunction(f)]
-    names = {make(): f"{make.__name__}()" for make in makers if make.__module__ == __name__}
+    names = {make(): f"{name}()" for name, make in _makers().items()}
     weight_only = inference(weight_only=True)
     return names | {DEFAULT: "DEFAULT", weight_only: "inference(weight_only=True)", Recipe(): "Recipe()"}
 
@@ -300,15 +333,15 @@ def four_over_six(
     rht: bool | None = None,
     stochastic_rounding: bool | None = None,
 ) -> Recipe:
-    """Makes ``pretrain`` with 4over6 block scales (``jnvfp4.four_over_six``) for w, for x or for both.
+    """Makes ``pretrain`` with 4over6 block scales (``jnvfp4.spec.four_over_six``) for w, for x or for both.
 
     Gradients never have them.
 
     Args:
       scope: what has them: "weights", "activations" or "all".
-      error: as in ``jnvfp4.four_over_six``.
-      e4m3_max: as in ``jnvfp4.four_over_six``.
-      fast: as in ``jnvfp4.four_over_six``.
+      error: as in ``jnvfp4.spec.four_over_six``.
+      e4m3_max: as in ``jnvfp4.spec.four_over_six``.
+      fast: as in ``jnvfp4.spec.four_over_six``.
       backward: as in ``pretrain``.
       stochastic_rounding: as in ``pretrain``.
       rht: rotate the operands of wgrad. None means True for scope "weights" and False otherwise, because 4over6
@@ -386,4 +419,3 @@ def inference(*, weight_only: bool = False) -> Recipe:
 
 DEFAULT = pretrain(stochastic_rounding=False)
 """The recipe of ``linear`` and other layers if none is given: ``pretrain`` without stochastic rounding, so no keys."""
-"""The recipe of ``linear`` and ``dot_general`` where none is given: ``pretrain`` as far as it needs no key."""

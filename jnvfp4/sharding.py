@@ -9,9 +9,10 @@ import jax
 from jax import lax
 from jax.typing import ArrayLike
 
+from ._core.mesh import Placement
 from ._core.tensor import NVFP4Tensor, moved_as_bytes
-from ._layers.gather import Placement, as_gather
-from ._ops.arguments import Implementation, as_array, as_tensor, check_spec
+from ._layers.gather import as_gather
+from ._ops.arguments import Checks, Implementation
 from ._ops.quantize import quantize
 from .spec import QuantSpec
 
@@ -37,7 +38,7 @@ def all_gather(q: NVFP4Tensor, axis_name: str | tuple[str, ...], *, axis: int = 
       TypeError: ``q`` is not an NVFP4Tensor.
     """
     op = "all_gather"
-    q = as_tensor(op, "q", q)
+    q = Checks(op).tensor("q", q)
     if isinstance(axis, bool) or not isinstance(axis, int) or not -q.ndim <= axis < q.ndim:
         raise ValueError(
             f"{op}: axis must be an integer from {-q.ndim} to {q.ndim - 1} for shape {q.shape}, got {axis!r}"
@@ -101,16 +102,16 @@ def gather_quantized(
       ValueError, TypeError: as in ``quantize``; or a sharding splits a block or does not fit the mesh.
       NotImplementedError: it is differentiated with respect to w.
     """
-    op = "gather_quantized"
-    check_spec(op, "spec", spec)
-    array = as_array(op, "w", w)
+    check = Checks("gather_quantized")
+    check.spec("spec", spec)
+    array = check.array("w", w)
     for name, placement in (("sharded", sharded), ("gathered", gathered)):
         if not isinstance(placement, Placement):
-            raise TypeError(f"{op}: {name} must be a PartitionSpec or a NamedSharding, got {placement!r}")
+            raise TypeError(f"{check.op}: {name} must be a PartitionSpec or a NamedSharding, got {placement!r}")
     if array.ndim < 2:
-        raise ValueError(f"{op}: w must have rank 2 or more, got w.shape={array.shape}")
+        raise ValueError(f"{check.op}: w must have rank 2 or more, got w.shape={array.shape}")
     units = (*(1,) * (array.ndim - 2), spec.block_rows, spec.unit)
-    gather = as_gather(op, "", (sharded, gathered), array, array.shape, units)
+    gather = as_gather(check.op, "", (sharded, gathered), array, array.shape, units)
     kept = gather.constrain(_without_derivative(array))
     return gather.gather(quantize(kept, spec, amax=amax, key=key, implementation=implementation))
 

@@ -8,7 +8,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jnvfp4 import Policy, layer_index, recipes
+from jnvfp4 import Policy, recipes
 
 WIDTH, HIDDEN, VOCABULARY = 32, 64, 48
 SR, NEAREST = recipes.pretrain(), recipes.DEFAULT
@@ -50,7 +50,6 @@ class Stack(nn.Module):
 
     layers: int = 3
     scan: bool = False
-    indexed: bool = False
     lift: Any = staticmethod(lambda block: block)
     split_rngs: Any = (("params", True),)
 
@@ -62,33 +61,9 @@ class Stack(nn.Module):
                 x = block(name=f"block_{i}")(x)
             return x
 
-        def body(block, x, i):
-            if self.indexed:
-                with layer_index(i):
-                    return block(x), None
-            return block(x), None
-
-        axes = {"params": 0, "keys": 0}
+        axes, body = {"params": 0, "keys": 0}, lambda block, x, _: (block(x), None)
         loop = nn.scan(body, variable_axes=axes, split_rngs=dict(self.split_rngs), length=self.layers)
-        return loop(block(name="block"), x, jnp.arange(self.layers))[0]
-
-
-class ScannedBlock(nn.Module):
-    """One class that is lifted twice: no module is called between the loop and ``nn.remat`` or ``nn.jit``."""
-
-    split_sr: bool
-    lift: Any = nn.remat
-
-    @nn.compact
-    def __call__(self, x):
-        class Block(nn.Module):
-            @nn.compact
-            def __call__(self, x, _):
-                return Mlp(name="mlp")(x), None
-
-        axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": self.split_sr, "dropout": False}
-        loop = nn.scan(self.lift(Block), variable_axes=axes, split_rngs=rngs, length=2)
-        return loop(name="block")(x, None)[0]
+        return loop(block(name="block"), x, None)[0]
 
 
 class LinenOwn(nn.Module):

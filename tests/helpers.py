@@ -16,6 +16,8 @@ from conftest import skip_or_fail
 
 from jnvfp4 import ROW_SCALED, Format, NVFP4Tensor, QuantSpec, quantize, quantize_pair, reference
 from jnvfp4._layers import dot_general
+from jnvfp4._ops import quantize as quantizers
+from jnvfp4._ops.arguments import random_stream
 from jnvfp4.spec import BLOCK, WINDOW
 
 TENSOR = Format()
@@ -458,16 +460,36 @@ def words(key) -> tuple[int, ...]:
 def recorded_keys() -> Iterator[list[tuple[int, ...]]]:
     """Lists the words of the keys of all products that run within, also in loops."""
     drawn: list[tuple[int, ...]] = []
-    original = dot_general.call_linear
+    original = dot_general.multiply
 
-    def recorded(call, x, w, bias, key, *rest):
+    def recorded(call, x, w, key, *rest, **more):
         if call.recipe.stochastic:
             jax.debug.callback(lambda key: drawn.append(words(key)), key)
-        return original(call, x, w, bias, key, *rest)
+        return original(call, x, w, key, *rest, **more)
 
-    with mock.patch.object(dot_general, "call_linear", recorded):
+    with mock.patch.object(dot_general, "multiply", recorded):
         yield drawn
         jax.effects_barrier()
+
+
+@contextmanager
+def recorded_draws() -> Iterator[list[tuple[int, ...]]]:
+    """Lists the words of the keys that all quantizers within draw from, also in loops."""
+    drawn: list[tuple[int, ...]] = []
+
+    def recorded(key, shape):
+        jax.debug.callback(lambda key: drawn.append(words(key)), key)
+        return random_stream(key, shape)
+
+    with mock.patch.object(quantizers, "random_stream", recorded):
+        yield drawn
+        jax.effects_barrier()
+
+
+def key_of_operand(key: jax.Array, index: int, operand: jax.Array) -> jax.Array:
+    """The key of x (0), w (1) or dy (2) of a layer, as docs/numerics.md says."""
+    amax = jnp.max(jnp.abs(operand.astype(jnp.float32)))
+    return jax.random.fold_in(jax.random.fold_in(key, index), jax.lax.bitcast_convert_type(amax, jnp.uint32))
 
 
 def skip_unless_haliax_runs() -> None:

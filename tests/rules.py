@@ -44,7 +44,6 @@ from jnvfp4 import (
     dot_general,
     einsum,
     fake_quant,
-    four_over_six,
     from_state,
     grouped_linear,
     grouped_matmul_nt,
@@ -58,6 +57,7 @@ from jnvfp4 import (
     transpose,
 )
 from jnvfp4 import Rule as PolicyRule
+from jnvfp4.spec import four_over_six
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
 RHT, ROW, WINDOW = Format(rht=True), Format("row"), Format("window64")
@@ -207,7 +207,7 @@ rule("transpose must be True or False, got 'no'", quantize, a(16, 64), transpose
 rule("transpose must be True or False", quantization_report, X, transpose=1)
 rule("TypeError: spec must be a QuantSpec, got Format(", (quantize, fake_quant), a(8, 32), spec=Format())
 rule("TypeError: spec must be a QuantSpec", quantization_report, X, spec=None)
-rule("TypeError: spec must be a QuantSpec, got <...; call it: four_over_six()", quantize, X, four_over_six)
+rule("TypeError: spec must be a QuantSpec, got <...; call it: jnvfp4.spec.four_over_six()", quantize, X, four_over_six)
 rule("TypeError: spec must be a QuantSpec, got ...; a recipe ... recipe.fprop.x", quantize, X, Recipe())
 rule("TypeError: spec must be a QuantSpec, got an array float32 (16, 32)", quantize, a(16, 32), a(16, 32))
 rule("TypeError: row_spec must be a QuantSpec, got 'nvfp4'", quantize_pair, a(16, 16), row_spec="nvfp4")

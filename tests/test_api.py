@@ -38,8 +38,7 @@ def test_no_public_name_hides_a_module():
 
 
 # They are about operations, make specs or keys, move trees to a store and back, or move bytes of a weight.
-NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "four_over_six", "to_state", "from_state")
-NO_OPERATIONS += ("step_key", "layer_index", "layer_key")
+NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "to_state", "from_state", "step_key")
 
 
 def test_operations_are_the_public_functions():
@@ -63,7 +62,6 @@ def test_the_names_in_public_modules():
     of = {"sharding": ("all_gather", "gather_quantized"), "remat": ("recompute_quantize", "save_packed")}
     assert IN_MODULES.keys() == {f"jnvfp4.{module}.{name}" for module, names in of.items() for name in names}
     assert jnvfp4._version.__version__ == jnvfp4.__version__  # so that modules need not import the package
-    assert jnvfp4.remat.RESIDUAL_NAME == jnvfp4.RESIDUAL_NAME
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *IN_MODULES])
@@ -127,7 +125,7 @@ CALLS = {
     },
     "quantize rows": (partial(jnvfp4.quantize, spec=ROW_SCALED, transpose=True), (X,)),
     "quantize windows": (partial(jnvfp4.quantize, spec=WINDOW64), (X,)),
-    "quantize 4over6": (partial(jnvfp4.quantize, spec=jnvfp4.four_over_six(amax_scope="row")), (X,)),
+    "quantize 4over6": (partial(jnvfp4.quantize, spec=jnvfp4.spec.four_over_six(amax_scope="row")), (X,)),
     "quantize_pair": (partial(jnvfp4.quantize_pair, row_spec=NVFP4_SR, col_spec=NVFP4_RHT_SR, key=KEY), (X,)),
     "dequantize": (jnvfp4.dequantize, (jnvfp4.quantize(X, ROW_SCALED),)),
     "dequantize rotated": (jnvfp4.dequantize, (jnvfp4.quantize(X, NVFP4_RHT),)),
@@ -140,7 +138,7 @@ CALLS = {
     "matmul_nt weight-only": (jnvfp4.matmul_nt, (X, jnvfp4.quantize(W))),
     "grouped_matmul_nt": (jnvfp4.grouped_matmul_nt, (jnvfp4.quantize(X[0], ROW_SCALED), jnvfp4.quantize(WS), SIZES)),
     "grouped_matmul_nt weight-only": (jnvfp4.grouped_matmul_nt, (X[0], jnvfp4.quantize(WS), SIZES)),
-    "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.four_over_six(block_rows=16)), (X,)),
+    "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.spec.four_over_six(block_rows=16)), (X,)),
 }
 DIFFERENTIABLE = {
     "fake_quant": (partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY), (X,)),

@@ -183,16 +183,45 @@ def test_a_room_uses_only_rooms_above_it_in_the_table(room):
     assert room.may_use - libraries <= above
 
 
-def test_no_files_use_each_other_in_a_circle():
+@functools.cache
+def arrows_in(folder: pathlib.Path) -> dict[pathlib.Path, set[pathlib.Path]]:
+    """What each file of a folder, and each folder in it, uses of the others."""
+    used: dict[pathlib.Path, set[pathlib.Path]] = {}
+    for file in FILES:
+        if folder in file.parents and file.suffix != ".typed":
+            start, *ends = (folder / path.relative_to(folder).parts[0] for path in (file, *files_used(file, folder)))
+            used.setdefault(start, set()).update({*ends} - {start})
+    return used
+
+
+def files_used(file: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
     package = pathlib.Path("jnvfp4/__init__.py")  # importing any module runs it
-    graph = {
-        file: {target for target in uses_of(file) if isinstance(target, pathlib.Path)} - {file, package}
-        for file in FILES
-        if file.suffix != ".typed"
-    }
-    assert sum(map(len, graph.values())) > 100
-    assert cycle(graph) == []
-    assert cycle({pathlib.Path("a"): {pathlib.Path("b")}, pathlib.Path("b"): {pathlib.Path("a")}}) != []
+    return [
+        path for path in uses_of(file) if isinstance(path, pathlib.Path) and folder in path.parents and path != package
+    ]
+
+
+FOLDERS = sorted({folder for file in FILES for folder in file.parents if folder.name})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_nothing_in_a_folder_uses_each_other_in_a_circle(folder):
+    """Neither its files nor its folders, each of which is on one floor: what it uses does not use it."""
+    assert cycle(arrows_in(folder)) == []
+
+
+def test_circles_are_found():
+    a, b, c = map(pathlib.Path, "abc")
+    assert cycle({a: {b}, b: {a}, c: set()}) == [a, b]
+    assert sum(len(ends) for folder in FOLDERS for ends in arrows_in(folder).values()) > 300
+
+
+def test_shared_parts_of_primitives_use_no_primitive():
+    arrows = arrows_in(pathlib.Path("jnvfp4/_primitives"))
+    primitives = {file for file in arrows if not file.name.startswith("_")}
+    assert {
+        file.name: arrows[file] & primitives for file in arrows.keys() - primitives if arrows[file] & primitives
+    } == {}
 
 
 # ---------------------------------------------------------------- paths and lists

@@ -67,7 +67,12 @@ def test_what_an_operation_reads_and_writes_and_takes():
     assert {name: BY_NAME[name].bytes_per_element(2) for name in floors} == floors
 
 
-ROUNDED = [jnvfp4.NVFP4_2D, jnvfp4.WINDOW64, jnvfp4.four_over_six("mae"), jnvfp4.four_over_six("mse", block_rows=16)]
+ROUNDED = [
+    jnvfp4.NVFP4_2D,
+    jnvfp4.WINDOW64,
+    jnvfp4.spec.four_over_six("mae"),
+    jnvfp4.spec.four_over_six("mse", block_rows=16),
+]
 
 
 @pytest.mark.parametrize("spec", ROUNDED, ids=specs.name_of)
@@ -97,7 +102,7 @@ def test_naive_code_that_draws_or_rotates_keeps_the_values(spec):
 def test_adversarial_blocks_are_ties(name, error):
     """Both candidates err alike, so that every block takes the scale of map-to-6: 1, as the encode scale is."""
     x = Case("ties", (32, 64), "fp32", name).make()
-    scale = jnvfp4.quantize(x, jnvfp4.four_over_six(error)).scale.reshape(-1)[1:]
+    scale = jnvfp4.quantize(x, jnvfp4.spec.four_over_six(error)).scale.reshape(-1)[1:]
     np.testing.assert_array_equal(np.asarray(scale, np.float32), 1)
 
 

@@ -24,9 +24,9 @@ from products import ROW, TENSOR, ask_stand_in, dense, library_on_cpu, multiply_
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor
-from jnvfp4._native import load, plans
+from jnvfp4._native import load, plans, self_check
 from jnvfp4._primitives import _base, _matmul_routes
-from jnvfp4._primitives.self_check import checks, known_answers
+from jnvfp4._self_check import known_answers
 
 KERNEL = "sm100_cublaslt_nvfp4"
 B200, B300, THOR, RTX, SPARK = 100, 103, 110, 120, 121
@@ -170,7 +170,7 @@ def test_a_library_that_gives_wrong_bits_is_not_used(calls, library, monkeypatch
     samples = [s._replace(shape=shape) for s in known_answers.SAMPLES[:1] for shape in ((129, 144, 80), (70, 45, 48))]
     monkeypatch.setattr(known_answers, "SAMPLES", samples)
     monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
-    monkeypatch.setattr(checks, "_FOUND", {})
+    monkeypatch.setattr(self_check, "_FOUND", {})
     library("go_wrong", fault)
     a, b = order_free_operands(None, (66, 47, 80))
     warned = pytest.warns(RuntimeWarning, match=f"self-check of matmul_nt {KERNEL} on")

@@ -59,8 +59,8 @@ def test_bytes_of_the_reference(tmp_path, model, chunk_bytes, native):
 
 ON_GPUS = {
     "row-scaled": ConvertOptions(layout="te", spec=jnvfp4.ROW_SCALED),
-    "4over6": ConvertOptions(spec=jnvfp4.four_over_six()),
-    "4over6 448 16x16": ConvertOptions(spec=jnvfp4.four_over_six("mse", e4m3_max=448, block_rows=16)),
+    "4over6": ConvertOptions(spec=jnvfp4.spec.four_over_six()),
+    "4over6 448 16x16": ConvertOptions(spec=jnvfp4.spec.four_over_six("mse", e4m3_max=448, block_rows=16)),
     "16x16": ConvertOptions(spec=jnvfp4.NVFP4_2D),
 }
 
@@ -258,7 +258,7 @@ def test_saved_tensors_come_back(tmp_path, layout):
 @pytest.mark.parametrize("e4m3_max", [448, 256])
 def test_te_stores_what_amaxes_were_found_for(tmp_path, e4m3_max):
     w = jnp.asarray(weight(32, 64)[1])
-    t = jnvfp4.quantize(w, jnvfp4.four_over_six(e4m3_max=e4m3_max))
+    t = jnvfp4.quantize(w, jnvfp4.spec.four_over_six(e4m3_max=e4m3_max))
     save_checkpoint({"a.down_proj.weight": t, "b.down_proj.weight": w}, tmp_path / "out", "te")
     got = open_checkpoint(tmp_path / "out")
     assert got["a.down_proj.weight"].format.e4m3_max == e4m3_max
@@ -268,7 +268,7 @@ def test_te_stores_what_amaxes_were_found_for(tmp_path, e4m3_max):
     config = tmp_path / "modelopt" / "config.json"
     config.write_text(config.read_text().replace('"quant_method"', f'"e4m3_max": {e4m3_max}, "quant_method"'))
     assert open_checkpoint(config.parent)["a.down_proj.weight"].format.e4m3_max == 448
-    other = jnvfp4.quantize(w, jnvfp4.four_over_six(e4m3_max=704 - e4m3_max))
+    other = jnvfp4.quantize(w, jnvfp4.spec.four_over_six(e4m3_max=704 - e4m3_max))
     both = {"a.down_proj.weight": t, "b.down_proj.weight": other}
     with pytest.raises(CheckpointError, match=r"tensors have e4m3_max \[256, 448\]; expected one, in layout te"):
         save_checkpoint(both, tmp_path / "no", "te")

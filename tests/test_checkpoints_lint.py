@@ -466,8 +466,8 @@ def test_golden_checkpoints_have_no_finding(path, capsys):
     "options",
     [{}, {"layout": CT}, {"layout": "te"}, {"weight_only": True}, {"layout": CT, "weight_only": True},
      {"kv_cache": "fp8"}, {"preset": "moe-experts"}, {"experts": "stacked"}, {"input_amax": 3.0},
-     {"layout": "te", "spec": jnvfp4.ROW_SCALED}, {"spec": jnvfp4.four_over_six()}, {"ignore": ("*.o_proj",)},
-     {"layout": "te", "spec": jnvfp4.four_over_six()}, {"layout": CT, "ignore": ("*.o_proj",)}],
+     {"layout": "te", "spec": jnvfp4.ROW_SCALED}, {"spec": jnvfp4.spec.four_over_six()}, {"ignore": ("*.o_proj",)},
+     {"layout": "te", "spec": jnvfp4.spec.four_over_six()}, {"layout": CT, "ignore": ("*.o_proj",)}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("model", ["llama", "moe"])

@@ -559,7 +559,7 @@ def test_formats_of_sources_are_chosen(tmp_path):
     with pytest.raises(
         CheckpointError, match="dequantize_input is mxfp4 and spec is 4over6, 1x16; expected nvfp4 with"
     ):
-        ConvertOptions(dequantize_input="mxfp4", spec=jnvfp4.four_over_six())
+        ConvertOptions(dequantize_input="mxfp4", spec=jnvfp4.spec.four_over_six())
 
 
 def test_a_group_in_mxfp4_in_part_is_refused(tmp_path):

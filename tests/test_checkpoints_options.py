@@ -177,11 +177,11 @@ FOUR_OVER_SIX = ["--recipe", "4over6"]
 SPECS = [
     ([], jnvfp4.NVFP4),
     (["--2d"], jnvfp4.NVFP4_2D),
-    (FOUR_OVER_SIX, jnvfp4.four_over_six()),
-    ([*FOUR_OVER_SIX, "--2d"], jnvfp4.four_over_six(block_rows=16)),
-    ([*FOUR_OVER_SIX, "--e4m3-max", "448"], jnvfp4.four_over_six(e4m3_max=448)),
-    ([*FOUR_OVER_SIX, "--4over6-err-mode", "mse"], jnvfp4.four_over_six("mse")),
-    ([*FOUR_OVER_SIX, "--4over6-err-mode", "mae", "--e4m3-max", "256"], jnvfp4.four_over_six()),
+    (FOUR_OVER_SIX, jnvfp4.spec.four_over_six()),
+    ([*FOUR_OVER_SIX, "--2d"], jnvfp4.spec.four_over_six(block_rows=16)),
+    ([*FOUR_OVER_SIX, "--e4m3-max", "448"], jnvfp4.spec.four_over_six(e4m3_max=448)),
+    ([*FOUR_OVER_SIX, "--4over6-err-mode", "mse"], jnvfp4.spec.four_over_six("mse")),
+    ([*FOUR_OVER_SIX, "--4over6-err-mode", "mae", "--e4m3-max", "256"], jnvfp4.spec.four_over_six()),
     (["--recipe", "row-scaled", "--format", "te"], jnvfp4.ROW_SCALED),
 ]
 FLAGS = {

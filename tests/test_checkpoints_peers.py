@@ -59,7 +59,7 @@ def ulps(stored: Stored, decoded: Source) -> np.ndarray:
 OPTIONS = {
     "nvfp4": ConvertOptions(layout="compressed-tensors"),
     "weight only": ConvertOptions(layout="compressed-tensors", weight_only=True),
-    "4over6 448": ConvertOptions(layout="compressed-tensors", spec=jnvfp4.four_over_six(e4m3_max=448)),
+    "4over6 448": ConvertOptions(layout="compressed-tensors", spec=jnvfp4.spec.four_over_six(e4m3_max=448)),
 }
 
 
@@ -98,7 +98,7 @@ def test_mixed_checkpoints_are_decoded_alike(tmp_path, granularity):
 @pytest.mark.long
 def test_compressed_tensors_rounds_ties_of_256_in_its_own_way(tmp_path):
     """amax / 1536 times 15 can be halfway between two bfloat16: q (s / S_enc) and q (s S_dec) lie on either side."""
-    options = ConvertOptions(layout="compressed-tensors", spec=jnvfp4.four_over_six(e4m3_max=256))
+    options = ConvertOptions(layout="compressed-tensors", spec=jnvfp4.spec.four_over_six(e4m3_max=256))
     convert_checkpoint(GOLDEN / "moe" / "input", tmp_path / "out", options)
     peer("decompress", tmp_path / "out", tmp_path / "decoded", needs=("torch", "compressed_tensors"))
     found = ulps(open_stored(tmp_path / "out"), open_source(tmp_path / "decoded"))

@@ -37,7 +37,7 @@ def drawn(tmp_path, monkeypatch):
 RECIPES = [
     ({}, "nvfp4, 1x16 blocks, layout modelopt"),
     ({"layout": "te", "spec": jnvfp4.NVFP4_2D}, "nvfp4, 16x16 blocks, layout te"),
-    ({"layout": "compressed-tensors", "spec": jnvfp4.four_over_six()}, "4over6, 1x16 blocks"),
+    ({"layout": "compressed-tensors", "spec": jnvfp4.spec.four_over_six()}, "4over6, 1x16 blocks"),
     ({"layout": "te", "spec": jnvfp4.ROW_SCALED}, "row-scaled, 1x16 blocks, layout te"),
 ]
 

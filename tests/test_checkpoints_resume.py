@@ -428,7 +428,7 @@ def test_another_interrupted_output_is_no_checkpoint(model, tmp_path, capsys):
 
 def test_saving_that_is_interrupted_leaves_no_checkpoint(model, tmp_path, monkeypatch):
     """Without its config a weight of 4over6 in layout te would decode to other numbers."""
-    tensors = {"a.weight": jnvfp4.quantize(np.ones((16, 32), np.float32), jnvfp4.four_over_six())}
+    tensors = {"a.weight": jnvfp4.quantize(np.ones((16, 32), np.float32), jnvfp4.spec.four_over_six())}
     for where, name in ((Writer, "put"), (save, "write_file")):  # after the first no shard is there, and no record
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupt)

@@ -72,7 +72,7 @@ def test_the_ignore_list_is_that_of_the_new_layout(tmp_path):
 @pytest.mark.parametrize("layout", ["modelopt", CT])
 def test_an_amax_becomes_the_scale_of_its_block_scales(tmp_path, layout):
     """4over6 leaves block scales at most 256, and the amax of layout te is without its divisor."""
-    spec = jnvfp4.four_over_six()
+    spec = jnvfp4.spec.four_over_six()
     of_te = quantized(tmp_path / "te", layout="te", spec=spec)
     repack_checkpoint(of_te, tmp_path / "repacked", layout)
     converted = quantized(tmp_path / "converted", layout=layout, spec=spec)
@@ -352,7 +352,7 @@ DIFFERENT = {
     "activation scales": ({"input_amax": 2.0}, {"input_amax": 3.0}, {"activations": {DOWN: 1}}),
     "KV cache": ({}, {"kv_cache": "fp8"}, {"configs": ["config.json: quantization_config.kv_cache_scheme",
                                                        "hf_quant_config.json: quantization.kv_cache_quant_algo"]}),
-    "recipe": ({"layout": "te"}, {"layout": "te", "spec": jnvfp4.four_over_six()}, None),
+    "recipe": ({"layout": "te"}, {"layout": "te", "spec": jnvfp4.spec.four_over_six()}, None),
     "layouts": ({}, {"layout": CT}, {}),
     "layouts, weight-only": ({"weight_only": True}, {"layout": CT}, {"activations": {DOWN: 1}}),
     "nothing": ({"input_amax": 2.0}, {"input_amax": 2.0}, {}),

@@ -16,10 +16,10 @@ from jnvfp4.checkpoints._convert.shards import in_order
 SPECS = {
     "nvfp4": jnvfp4.NVFP4,
     "16x16": jnvfp4.NVFP4_2D,
-    "4over6, 16x16": jnvfp4.four_over_six(block_rows=16),
-    "4over6 fast": jnvfp4.four_over_six("mse", fast=True),
+    "4over6, 16x16": jnvfp4.spec.four_over_six(block_rows=16),
+    "4over6 fast": jnvfp4.spec.four_over_six("mse", fast=True),
     "row": jnvfp4.ROW_SCALED,
-    "4over6, row": jnvfp4.four_over_six(amax_scope="row"),
+    "4over6, row": jnvfp4.spec.four_over_six(amax_scope="row"),
 }
 
 

@@ -109,7 +109,7 @@ def test_a_plan_in_json(converted, tmp_path, capsys):
 
 RECIPES = {
     "nvfp4": (jnvfp4.NVFP4, jnvfp4.NVFP4_2D),
-    "4over6": (jnvfp4.four_over_six(), jnvfp4.four_over_six("mse", e4m3_max=448)),
+    "4over6": (jnvfp4.spec.four_over_six(), jnvfp4.spec.four_over_six("mse", e4m3_max=448)),
     "row-scaled": (jnvfp4.ROW_SCALED,),
 }
 

@@ -218,7 +218,7 @@ def test_bytes_do_not_depend_on_workers(tmp_path):
 
 
 # ---------------------------------------------------------------- layouts
-@pytest.mark.parametrize("spec", [jnvfp4.NVFP4, jnvfp4.four_over_six()], ids=["nvfp4", "4over6"])
+@pytest.mark.parametrize("spec", [jnvfp4.NVFP4, jnvfp4.spec.four_over_six()], ids=["nvfp4", "4over6"])
 def test_te_becomes_the_others(tmp_path, spec):
     model_of(tmp_path / "in", {f"{EXPERTS}.down_proj": array(2, 32, 64), "a.down_proj.weight": array(32, 64, seed=1)},
          {"model_type": "qwen3_moe"})  # fmt: skip

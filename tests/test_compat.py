@@ -54,29 +54,6 @@ def test_only_compat_imports_private_jax():
     assert {path.name for path in PACKAGE.rglob("*.py") if private.search(path.read_text())} == {"compat.py"}
 
 
-def test_the_array_that_a_value_is_made_of():
-    """In a derivative of a traced function too, and of vmap; a sum of two of one size is made of neither."""
-    found = []
-
-    def f(a, b):
-        unknown = jax.lax.optimization_barrier((a, b))[0]  # an operation of two results
-        arrays = {"a": a, "b": b, "smaller": (smaller := a[0])}
-        one = (a, a.astype(jnp.bfloat16).T.reshape(-1), -b * 2, b / jnp.linalg.norm(b, axis=0), 1 + a * smaller)
-        several = (a + b, jnp.concatenate([a, b]), a[:1] + b[:1], a * unknown, jnp.ones(3))
-        for value in (*one, *several, unknown, jnp.sin(unknown)):
-            found.append(compat.made_of(value, arrays))
-        jax.jit(lambda a: found.append(compat.made_of(a, {"b": b})))(a)
-        return jnp.sum(a + b)
-
-    a, b = jnp.ones((2, 3)), jnp.zeros((2, 3))
-    for g in (jax.jit(f), jax.jit(jax.grad(f)), jax.jit(jax.vmap(f)), jax.jit(lambda a, _: jax.grad(f)(a, b))):
-        g(a, b)
-    assert found == [["a"], ["a"], ["b"], ["b"], ["a"], *[[]] * 5, None, None, None] * 4
-    found.clear()
-    f(a, b)
-    assert found == [["a"], *[None] * 12]  # nothing records what an eager call does
-
-
 def test_lowering_context_has_what_the_mesh_of_set_mesh_needs():
     """compat.with_mesh replaces one field of the lowering context; JAX's own shard_map does the same."""
     devices = jax.devices("cpu")[:2]

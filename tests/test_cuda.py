@@ -91,7 +91,7 @@ x, key = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16), jax.rand
 def step(x, key):
     a, b = jnvfp4.quantize(x, jnvfp4.ROW_SCALED), jnvfp4.quantize(x, transpose=True)
     rounded, rotated = jnvfp4.quantize(x, jnvfp4.NVFP4_SR, key=key), jnvfp4.quantize(x, jnvfp4.NVFP4_RHT)
-    windows, better = jnvfp4.quantize(x, jnvfp4.WINDOW64), jnvfp4.quantize(x, jnvfp4.four_over_six())
+    windows, better = jnvfp4.quantize(x, jnvfp4.WINDOW64), jnvfp4.quantize(x, jnvfp4.spec.four_over_six())
     pairs = [jnvfp4.quantize_pair(x, jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT_SR, key=key), jnvfp4.quantize_pair(
         x, jnvfp4.NVFP4_2D, jnvfp4.NVFP4_2D), jnvfp4.quantize_pair(x, jnvfp4.WINDOW64, jnvfp4.WINDOW64)]
     values = [jnvfp4.dequantize(t) for t in (a, rotated, windows)]

@@ -9,7 +9,8 @@ import pytest
 from helpers import FLOAT_MAX, assert_bitwise, dequantize_by_formula, random_tensor, rotate_back, round_to
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, Format, NVFP4Tensor, four_over_six
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, Format, NVFP4Tensor
+from jnvfp4.spec import four_over_six
 
 SPECS = {
     "1d": NVFP4,

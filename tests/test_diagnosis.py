@@ -8,10 +8,10 @@ import pytest
 from conftest import gpus, skip_or_fail
 
 import jnvfp4
-from jnvfp4._native import load, plans
+from jnvfp4._native import load, plans, self_check
 from jnvfp4._primitives import transpose
-from jnvfp4._primitives.self_check import cases, checks
 from jnvfp4._reports import doctor, support
+from jnvfp4._self_check import cases
 from jnvfp4.checkpoints._files.errors import Exit
 from jnvfp4.cli import main
 
@@ -106,10 +106,10 @@ def test_a_platform_without_kernels(few_checks, capsys, monkeypatch):
 
 def test_a_wrong_byte(few_checks, capsys, monkeypatch):
     """It is printed, and no record is left: programs find out for themselves."""
-    monkeypatch.setattr(checks, "_FOUND", {})
+    monkeypatch.setattr(self_check, "_FOUND", {})
     wrong_transpose(monkeypatch)
     assert not doctor.doctor()
-    assert checks._FOUND == {}
+    assert self_check._FOUND == {}
     out = capsys.readouterr().out
     assert "NOT OK: 1 failed; " in out.splitlines()[-1]
     assert "cpu:0: transpose: failed: call 1, result 0: 13440 of 13440 elements differ, first at [0, 0]: got" in out

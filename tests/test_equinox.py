@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, recorded_keys, words
+from helpers import assert_bitwise, assert_same_tensor, recorded_draws
 
 pytest.importorskip("equinox")
 
 import equinox as eqx
 
-from jnvfp4 import Policy, Rule, layer_key, linear, recipes, step_key
+from jnvfp4 import NVFP4, NVFP4_SR, Policy, Recipe, Rule, linear, recipes, step_key
+from jnvfp4._layers.keys import fold_path
 from jnvfp4.equinox import Linear, apply
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -45,7 +46,7 @@ def twice(model, x):
 def by_hand(model, x):
     for i, layer in enumerate(model.layers):
         n = len(layer.weight)
-        y = linear(x, jnp.pad(layer.weight, ((0, -n % 16), (0, 0))), SR, key=layer_key(f"layers/{i}"))
+        y = linear(x, jnp.pad(layer.weight, ((0, -n % 16), (0, 0))), SR, key=fold_path(KEY, f"layers/{i}"))
         x = y[..., :n] + layer.bias
         x = x if i else jax.nn.relu(x)
     return x
@@ -173,14 +174,13 @@ def test_every_layer_of_every_step_draws_its_own_bits():
         with step_key(key):
             return jax.lax.scan(body, X[0], arrays)[0]
 
-    stacked = apply({"layers": {"up": layers}}, Policy([Rule("layers/up", SR)]))["layers"]["up"]
-    with recorded_keys() as drawn:
+    forward = Policy(default=Recipe((NVFP4_SR, NVFP4), None, None))
+    stacked = apply({"layers": {"up": layers}}, forward)["layers"]["up"]
+    with recorded_draws() as drawn:
         for key in (KEY, jax.random.key(6)):
             step(stacked, key)
-        run(twice, apply(MODEL, POLICY))
-    assert len(set(drawn)) == 3 * 2 + 2
-    with step_key(KEY):
-        assert words(layer_key("layers_2/up")) in drawn
+        run(twice, apply(MODEL, forward))
+    assert len(drawn) == len(set(drawn)) == 3 * 2 + 2
     with pytest.raises(ValueError, match="layers must not be scanned for first_bf16=1"):
         Policy(default=SR, first_bf16=1).explain(eqx.nn.Sequential([layers]))
 

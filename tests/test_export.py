@@ -24,7 +24,6 @@ from jnvfp4 import (
     dequantize,
     export_checks,
     fake_quant,
-    four_over_six,
     grouped_linear,
     grouped_matmul_nt,
     linear,
@@ -35,7 +34,7 @@ from jnvfp4 import (
     transpose,
 )
 from jnvfp4._native import load
-from jnvfp4.spec import name_of
+from jnvfp4.spec import four_over_six, name_of
 
 pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
 

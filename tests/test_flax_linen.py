@@ -1,42 +1,37 @@
 """Linen models as they are: which layers are quantized, with which bits and keys, and that nothing else changes."""
 
-import threading
 from contextlib import nullcontext
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, equations, products, recorded_keys, words
+from helpers import assert_bitwise, assert_same_tensor, equations, key_of_operand, products, recorded_keys, words
 
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
 from flax_models import (
     ALL,
-    GROUPS,
     KEY,
     NEAREST,
     SR,
     TOKENS,
     WIDTH,
     Mlp,
-    Moe,
     MoeBlock,
-    ScannedBlock,
     Stack,
     Transformer,
     X,
-    experts,
     init,
     shapes,
-    stacked,
 )
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from jnvfp4 import Policy, RaggedDot, Rule, layer_key, linear, recipes, step_key
+from jnvfp4 import NVFP4, NVFP4_SR, Policy, Recipe, Rule, linear, matmul_nt, quantize, recipes, step_key
+from jnvfp4._layers.keys import fold_path
 from jnvfp4.flax import linen
 from jnvfp4.flax.linen import dot_general_cls, intercept
 
@@ -233,13 +228,10 @@ def test_explain_of_a_module_needs_its_inputs():
 # ---------------------------------------------------------------- bits
 
 
-def test_loops_and_remat_change_no_bit():
+def test_remat_changes_no_bit():
     """Of one layer, and of its products: XLA may sum a norm in another order."""
     variables = init(Stack(layers=1))
     want_loss, want = run(Stack(layers=1), variables)
-    loss, got = run(Stack(layers=1, scan=True, indexed=True), stacked(variables))
-    assert_bitwise(loss, want_loss)
-    assert_same_tensor(got, stacked(want))
     loss, got = run(Stack(layers=1, lift=nn.remat), variables)
     assert_bitwise(loss, want_loss)
     for layer in ("up", "down"):
@@ -247,23 +239,20 @@ def test_loops_and_remat_change_no_bit():
 
 
 # ---------------------------------------------------------------- keys
-SPLIT = (("params", True), ("sr", True), ("dropout", False))
+SPLIT = (("params", True), ("sr", True))
 STACKS = {
     "a, unrolled": (Stack(2), False),
-    "a, scanned": (Stack(2, scan=True, indexed=True), False),
     "b, unrolled": (Stack(2), True),
     "b, remat": (Stack(2, lift=nn.remat), True),
     "b, scanned": (Stack(2, scan=True, split_rngs=SPLIT), True),
     "b, scanned remat": (Stack(2, scan=True, lift=nn.remat, split_rngs=SPLIT), True),
-    "b, scanned block": (ScannedBlock(split_sr=True), True),
-    "b, scanned jit": (ScannedBlock(split_sr=True, lift=lambda m: nn.jit(nn.remat(m))), True),
 }
 
 
-@pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
-def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
-    """Whatever streams they share. The keys are variables: newer Flax scans no module that has a callback."""
-    variables, original = init(model), linen.key_in
+@pytest.fixture
+def sown_keys(monkeypatch):
+    """Makes the keys of layers variables: newer Flax scans no module that has a callback."""
+    original = linen.key_in
 
     def sowing(module, path, recipe):
         key = original(module, path, recipe)
@@ -272,110 +261,67 @@ def test_every_layer_of_every_step_draws_its_own_bits(monkeypatch, model, rngs):
 
     monkeypatch.setattr(linen, "key_in", sowing)
 
+
+@pytest.mark.parametrize(("model", "rngs"), STACKS.values(), ids=STACKS)
+def test_every_layer_of_every_step_draws_its_own_bits(sown_keys, model, rngs):
+    """Whatever streams they share."""
+    variables = init(model)
+
     @jax.jit
     def step(variables, key):
         with intercept(ALL), nullcontext() if rngs else step_key(key):
-            return model.apply(variables, X, rngs={"sr": key, "dropout": KEY} if rngs else None, mutable=["keys"])[1]
+            return model.apply(variables, X, rngs={"sr": key} if rngs else None, mutable=["keys"])[1]
 
     drawn = [leaf.reshape(-1, 2) for key in (KEY, jax.random.key(6)) for leaf in jax.tree.leaves(step(variables, key))]
     assert len(np.unique(np.concatenate(drawn), axis=0)) == 8  # two steps, two blocks, two layers
 
 
-class OnePart(nn.Module):
-    """A loop whose iterations differ in one part of what Flax passes to them."""
+class Chain(nn.Module):
+    """A scanned layer, whose iterations share one stream "sr"."""
 
-    part: str
+    lift: Any
 
     @nn.compact
     def __call__(self, x):
-        class Block(nn.Module):
-            @nn.compact
-            def __call__(self, carry, x):
-                y = Mlp(name="mlp")(carry if x is None else x)
-                return (y, None) if x is None else (carry, y)
-
-        of_each, carried = self.part == "variables", self.part == "carry"
-        axes = {"variable_axes": {"params": 0}} if of_each else {"variable_broadcast": "params"}
-        rngs, in_axes = {"params": of_each, "sr": False}, nn.broadcast if of_each else 0
-        loop = nn.scan(nn.jit(Block), in_axes=in_axes, split_rngs=rngs, length=2, **axes)(name="block")
-        return loop(*((x, None) if carried else (None, x)))[not carried]
+        axes, rngs = {"params": 0, "keys": 0}, {"params": True, "sr": False}
+        loop = nn.scan(lambda layer, x, _: (layer(x), None), variable_axes=axes, split_rngs=rngs, length=2)
+        return loop(self.lift(nn.Dense)(32, use_bias=False, name="up"), x, None)[0]
 
 
-OF_EACH, OF_ALL = (("params", True),), (("params", True), ("sr", False))
-DIFFER = "key must differ .* pass split_rngs={'sr': True} to nn.scan"
-ALIKE = {
-    "one stream": (Stack(scan=True, split_rngs=OF_ALL), DIFFER),
-    "one stream, remat": (Stack(scan=True, lift=nn.remat, split_rngs=OF_ALL), DIFFER),
-    "one stream, jit": (ScannedBlock(split_sr=False, lift=nn.jit), DIFFER),
-    "one stream, jit of remat": (ScannedBlock(split_sr=False, lift=lambda m: nn.jit(nn.remat(m))), DIFFER),
-    "one stream, remat of jit": (ScannedBlock(split_sr=False, lift=lambda m: nn.remat(nn.jit(m))), DIFFER),
-    "one stream, block": (ScannedBlock(split_sr=False), DIFFER),
-    **{f"one stream, {part} apart": (OnePart(part), DIFFER) for part in ("carry", "args", "variables")},
-    "no stream": (Stack(scan=True, split_rngs=OF_EACH), "key must be given"),
-}
+LIFTS = {"plain": lambda block: block, "remat": nn.remat, "jit of remat": lambda block: nn.jit(nn.remat(block))}
 
 
-@pytest.mark.parametrize(("model", "text"), ALIKE.values(), ids=ALIKE)
-def test_scanned_layers_that_would_draw_the_same_bits_raise(model, text):
-    with pytest.raises(ValueError, match=f"layer 'block/(mlp/)?up': {text}"):
+@pytest.mark.parametrize("lift", LIFTS.values(), ids=LIFTS)
+@pytest.mark.parametrize("rngs", [False, True], ids=["a", "b"])
+def test_layers_and_microbatches_that_share_a_key_draw_their_own_bits(sown_keys, rngs, lift):
+    model, policy = Chain(lift), Policy(default=Recipe((NVFP4_SR, NVFP4), None, None))
+    variables, batches = init(model), jnp.stack([X, X[::-1] ** 2])
+
+    @jax.jit
+    def losses(key):
+        def microbatch(_, x):
+            with intercept(policy), nullcontext() if rngs else step_key(key):
+                return None, model.apply(variables, x, rngs={"sr": key} if rngs else None, mutable=["keys"])
+
+        return jax.lax.scan(microbatch, None, batches)[1]
+
+    got, sown = losses(KEY)
+    (words_of_layers,) = jax.tree.leaves(sown)
+    (one,) = np.unique(words_of_layers.reshape(-1, 2), axis=0)  # for both microbatches and both layers
+    key, drawn = jax.random.wrap_key_data(one), set()
+    for y, x in zip(got, batches, strict=True):
+        for w in variables["params"]["up"]["kernel"]:
+            of_x = key_of_operand(key, 0, x)
+            drawn.add(words(of_x))
+            x = matmul_nt(quantize(x, NVFP4_SR, key=of_x), quantize(w, NVFP4, transpose=True), out_dtype=x.dtype)
+        assert_bitwise(y, x)
+    assert len(drawn) == 4
+
+
+def test_a_scanned_stack_without_the_stream_has_no_key():
+    model = Stack(scan=True)
+    with pytest.raises(ValueError, match="layer 'block/up': key must be given"):
         run(model, init(model), rngs=True)
-
-
-class Caller(nn.Module):
-    """Draws no bits itself, and calls a model that does."""
-
-    @nn.compact
-    def __call__(self, x, variables, rngs):
-        return Mlp().apply(variables, x, rngs=rngs)
-
-
-@pytest.mark.parametrize("lift", [lambda block: block, nn.remat, nn.jit], ids=["plain", "remat", "jit"])
-def test_microbatches_that_share_a_stream_raise(lift):
-    variables = init(Mlp())
-    model, of_model = Stack(layers=1, lift=lift), {"params": {"block_0": variables["params"]}}
-    scanned = Stack(layers=1, lift=lift, scan=True, indexed=True)  # its layers have no stream
-
-    def losses(call, policy=ALL):
-        def body(_, i):
-            key = jax.random.fold_in(KEY, i)
-            with intercept(policy), step_key(key):
-                return None, call(key).sum()
-
-        return jax.eval_shape(lambda key: jax.lax.scan(body, None, jnp.arange(2))[1], KEY)
-
-    shared = lambda _: model.apply(of_model, X, rngs={"sr": KEY})  # noqa: E731
-    with pytest.raises(ValueError, match=r"layer 'block_0/up': key must differ .* rngs={'sr': .*fold_in\(key, i\)}"):
-        losses(shared)
-    losses(shared, Policy(default=NEAREST))
-    losses(lambda key: model.apply(of_model, X, rngs={"sr": key}))
-    caller = lift(Caller)()
-    losses(lambda key: caller.apply({}, X, variables, {"sr": key}, rngs={"sr": KEY}))
-    losses(lambda key: scanned.apply(stacked(of_model), X, rngs={"sr": KEY}))
-    split = Stack(layers=1, lift=lift, scan=True, split_rngs=SPLIT)  # within a loop that does not
-    with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
-        losses(lambda _: split.apply(stacked(of_model), X, rngs={"sr": KEY}))
-    losses(lambda key: split.apply(stacked(of_model), X, rngs={"sr": key}))
-    of_experts, policy = init(ScannedExperts()), Policy([Rule("block/moe/(gate|up|down)", SR)])
-    with pytest.raises(ValueError, match=f"layer 'block/moe/gate': {DIFFER}"):
-        losses(lambda _: ScannedExperts().apply(of_experts, X, rngs={"sr": KEY}), policy)
-    losses(lambda key: ScannedExperts().apply(of_experts, X, rngs={"sr": key}), policy)
-    alike = Stack(layers=1, lift=lift, scan=True, split_rngs=OF_ALL)  # a key of each microbatch, for all its layers
-    with pytest.raises(ValueError, match=f"layer 'block/up': {DIFFER}"):
-        losses(lambda key: alike.apply(stacked(of_model), X, rngs={"sr": key}))
-
-
-@pytest.mark.long
-def test_a_constant_key_inside_jit_raises():
-    """It would be the same in every step."""
-    variables = init(Mlp())
-    with intercept(ALL):
-        step = jax.jit(lambda variables, key: Mlp().apply(variables, X, rngs={"sr": key}))
-        message = r"layer 'up': the key of rngs={'sr': key} must be traced .* 'jit', got a constant, .* as an argument"
-        with pytest.raises(ValueError, match=message):
-            jax.jit(lambda variables: Mlp().apply(variables, X, rngs={"sr": KEY}))(variables)
-        assert_bitwise(Mlp().apply(variables, X, rngs={"sr": KEY}), step(variables, KEY))
-        jax.grad(lambda variables: Mlp().apply(variables, X, rngs={"sr": KEY}).sum())(variables)
-        nn.remat(Mlp)().apply(variables, X, rngs={"sr": KEY})  # which gives the key to what it traces
 
 
 def test_a_layer_that_is_called_twice_draws_twice():
@@ -403,12 +349,6 @@ def test_a_class_for_the_arguments_of_a_model():
     assert dot_general_cls(SR) is dot_general_cls(recipes.pretrain())
     with pytest.raises(ValueError, match="key must be given"):
         jax.grad(lambda x: jnp.sum(model.apply(variables, x)))(X)
-    for layer, of in (model, variables), (nn.remat(nn.Dense)(48, dot_general_cls=dot_general_cls(SR)), variables):
-        shared = lambda key: jax.lax.map(lambda x: layer.apply(of, x, rngs={"sr": key}), X)  # noqa: B023, E731
-        with pytest.raises(ValueError, match="key must differ between the iterations"):
-            jax.eval_shape(shared, KEY)
-    with pytest.raises(ValueError, match=r"the key of rngs={'sr': key} must be traced .* pass the key to the jitted"):
-        jax.eval_shape(lambda x: model.apply(variables, x, rngs={"sr": KEY}), X)
 
 
 def test_the_class_draws_by_the_path_of_its_layer():
@@ -421,7 +361,7 @@ def test_the_class_draws_by_the_path_of_its_layer():
 
     with recorded_keys() as drawn, step_key(KEY):
         Model().apply(init(Model()), X)
-        want = [words(layer_key(f"layer_{i}")) for i in range(2)]
+        want = [words(fold_path(KEY, f"layer_{i}")) for i in range(2)]
     assert drawn == want
 
 
@@ -487,163 +427,23 @@ def test_a_tied_head_is_explained():
 
 
 # ---------------------------------------------------------------- experts
-EXPERTS = Policy([Rule("moe/(gate|up|down)", SR)])
-ROWS = recipes.row_scaled(stochastic_rounding=False)
+def test_experts_are_named_and_stay_as_they_are():
+    """Also those that are scanned: the model itself calls ``jnvfp4.RaggedDot``."""
 
-
-def grouped(f, *args) -> int:
-    """How many products of experts a function has."""
-    return str(jax.make_jaxpr(f)(*args)).count("nvfp4_grouped_matmul[")
-
-
-def test_experts_are_explained():
-    policy = Policy([Rule("moe/(gate|up)", SR), Rule("moe/down", ROWS)])
-    assert {d.path: (d.shape, d.recipe) for d in policy.explain(MoeBlock(), X) if d.path.startswith("moe")} == {
-        "moe/router": ((32, 1), None),
-        "moe/gate": ((4, 32, 64), SR),
-        "moe/up": ((4, 32, 64), SR),
-        "moe/down": ((4, 32, 64), ROWS),
-    }
-    assert grouped(quantized(MoeBlock(), policy), shapes(MoeBlock())) == 3
-    with pytest.raises(ValueError, match=r"every rule must match a layer, got 'moe', .* moe/gate, moe/up, moe/down;"):
-        Policy([Rule("moe", SR)]).explain(MoeBlock(), X)
-
-
-def test_experts_within_jit_are_explained_each_time():
-    class Jitted(nn.Module):
+    class Scanned(nn.Module):
         @nn.compact
         def __call__(self, x):
-            w = self.param("up", nn.initializers.normal(), (4, 32, 48))
-            return jax.jit(lambda x, w: jax.lax.ragged_dot(x, w, GROUPS))(x.reshape(-1, 32), w)
+            loop = nn.scan(lambda block, x, _: (block(x), None), {"params": 0}, split_rngs={"params": True}, length=3)
+            return loop(MoeBlock(name="block"), x, None)[0]
 
-    for _ in range(2):
-        assert [d.path for d in Policy(default=NEAREST).explain(Jitted(), X)] == ["up"]
-
-
-def test_experts_have_the_bits_of_ragged_dot():
-    """By keys of their names, and in the order of axes that the model has."""
-    variables = init(Moe())
-
-    def by_hand(params):
-        product = {name: RaggedDot(SR, name) for name in ("gate", "up", "down")}
-        w = {name: params[name].astype(jnp.bfloat16) for name in product}
-        h = X.reshape(-1, 32).astype(jnp.bfloat16)
-        h = nn.silu(product["gate"](h, w["gate"], GROUPS)) * product["up"](h, w["up"], GROUPS)
-        y = product["down"](h, w["down"], GROUPS, w_axes="nk").reshape(X.shape).astype(X.dtype)
-        return X + nn.sigmoid(X @ params["router"]["kernel"] + params["router"]["bias"]) * y
-
-    def step(call, params, key):
-        with step_key(key):
-            return jax.value_and_grad(lambda params: jnp.sum(jnp.sin(call(params))))(params)
-
-    intercepted = lambda params: quantized(Moe(), Policy([Rule("gate|up|down", SR)]))({"params": params})  # noqa: E731
-    got, want = (jax.jit(partial(step, call))(variables["params"], KEY) for call in (intercepted, by_hand))
-    assert_same_tensor(got, want)
-
-
-@pytest.mark.long
-def test_an_eager_call_tells_experts_by_their_values():
-    """It casts them, so that they are other arrays than the parameters, of which three have one shape."""
-    variables, policy = init(MoeBlock()), Policy([Rule("moe/(gate|up)", NEAREST), Rule("moe/down", ROWS)])
-    call = quantized(MoeBlock(), policy)
-    np.testing.assert_allclose(call(variables), jax.jit(call)(variables), atol=0.05)  # a norm has other last bits
-
-
-def sharded(f):
-    mesh = make_mesh(jax.devices("cpu")[:2], "x")
-    of_w = P(None, None, "x")  # of K of down, and of N of the others
-    split = lambda x, *weights: jax.lax.psum(f(x, *weights), "x")  # noqa: E731
-    return jax.shard_map(split, mesh=mesh, in_specs=(P(), of_w, of_w, of_w), out_specs=P())
-
-
-def test_experts_in_shard_map_are_told_by_their_shapes():
-    model = MoeBlock(sharded)
-    variables, split = shapes(model), Policy([Rule("moe/(gate|up)", NEAREST), Rule("moe/down", ROWS)])
-    assert [d.path for d in EXPERTS.explain(model, X)][3:] == ["moe/gate", "moe/up", "moe/down"]
-    assert grouped(quantized(model, Policy(default=NEAREST)), variables) == 3
-    with pytest.raises(
-        ValueError, match=r"experts of one shape inside shard_map must have one recipe, .*, got Recipe\("
-    ):
-        grouped(quantized(model, split), variables)
-
-
-class ScannedExperts(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        split = {"params": True, "sr": True}
-        loop = nn.scan(lambda block, x, _: (block(x), None), {"params": 0}, split_rngs=split, length=3)
-        return loop(MoeBlock(name="block"), x, None)[0]
-
-
-def test_scanned_experts():
-    policy = Policy([Rule("block/moe/up", NEAREST)])
-    assert ("block/moe/up", (3, 4, 32, 64), NEAREST) in {d[:3] for d in policy.explain(ScannedExperts(), X)}
-    assert grouped(quantized(ScannedExperts(), policy), shapes(ScannedExperts())) == 1
-    with pytest.raises(
-        ValueError, match=r"layers must not be scanned for last_bf16=1, .* got block/moe/up with weights"
-    ):
-        Policy([Rule("block/moe/up", NEAREST)], last_bf16=1).explain(ScannedExperts(), X)
-
-
-class Tied(nn.Module):
-    """Experts that are a sum of two parameters, whose names mean nothing then."""
-
-    @nn.compact
-    def __call__(self, x):
-        a, b = (self.param(name, nn.initializers.ones, (4, 32, 64)) for name in "ab")
-        return jax.lax.ragged_dot(x.reshape(-1, 32), a + b, GROUPS)
-
-
-def test_experts_that_are_no_parameter_are_named():
-    policy, why = (
-        Policy([Rule("moe/[ab]", None)], default=NEAREST),
-        "a ragged_dot whose weights are not one parameter of its module, which",
-    )
-    decision, *_ = policy.explain(Tied(name="moe"), X)
-    assert (decision.path, decision.shape, decision.recipe) == ("moe", (4, 32, 64), None)
-    assert decision.why.startswith(why)
-    with pytest.warns(UserWarning, match=f"intercept: layer 'moe' is {why}"):
-        assert grouped(quantized(Tied(name="moe"), policy), shapes(Tied())) == 0
-
-
-def test_a_kernel_of_experts_needs_no_warning():
-    """It has the path of its module."""
-
-    class Kernel(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return jax.lax.ragged_dot(
-                x.reshape(-1, 32), self.param("kernel", nn.initializers.ones, (4, 32, 64)), GROUPS
-            )
-
-    model = nn.Sequential([Kernel()])
-    policy = Policy([Rule("layers_0", NEAREST)])
-    assert policy.explain(model, X)[0].recipe == NEAREST
-    assert grouped(quantized(model, policy), shapes(model)) == 1
-
-
-@pytest.mark.long
-def test_only_calls_of_the_model_and_its_thread_are_taken():
-    functions, variables = (jax.lax.ragged_dot, jax.lax.ragged_dot_general), init(Moe())
-    weights = [variables["params"][name] for name in ("gate", "up", "down")]
-    want = experts(X, *weights)
-    with intercept(Policy(default=NEAREST)):
-        found = [experts(X, *weights)]  # of no module
-        with intercept(Policy(default=NEAREST)):
-            pass
-
-        def other_thread():
-            with jax.default_device(jax.devices("cpu")[0]):  # which each thread has for itself
-                found.append(Moe().apply(variables, X))
-
-        other = threading.Thread(target=other_thread)
-        other.start()
-        other.join()
-        taken = Moe().apply(variables, X)
-        contracted = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        dw = jax.lax.ragged_dot_general(X[0], X[0], jnp.array([16]), contracted)
-    assert (jax.lax.ragged_dot, jax.lax.ragged_dot_general) == functions
-    assert_bitwise(found[0], want)
-    assert_bitwise(found[1], Moe().apply(variables, X))
-    assert not np.array_equal(taken, found[1])
-    assert dw.shape == (1, 32, 32)
+    for model, prefix, lead in (MoeBlock(), "", ()), (Scanned(), "block/", (3,)):
+        policy, weights = Policy([Rule(f"{prefix}moe/router", None)], default=NEAREST), ("gate", "up", "down")
+        why = "of type Moe, which jnvfp4.qwix.Provider reaches and intercept does not"
+        found = [d for d in policy.explain(model, X) if d.path.startswith(f"{prefix}moe/") and "router" not in d.path]
+        assert found == [(f"{prefix}moe/{name}", (*lead, 4, 32, 64), None, why) for name in weights]
+        match = f"intercept: layer '{prefix}moe/(gate|up|down)' is {why}; a rule with"
+        with pytest.warns(UserWarning, match=match) as warned:
+            assert products(quantized(model, policy), shapes(model)) == 2
+        assert len(warned) == len(weights)
+    with pytest.raises(ValueError, match="every rule with a recipe must match a layer that can be quantized, got 'moe"):
+        quantized(MoeBlock(), Policy([Rule("moe/(gate|up|down)", SR)]))(shapes(MoeBlock()))

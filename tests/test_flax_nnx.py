@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, equations, recorded_keys, refused, words
+from helpers import assert_bitwise, assert_same_tensor, equations, recorded_draws, recorded_keys, refused, words
 
 pytest.importorskip("flax", "0.12")
 
@@ -18,7 +18,7 @@ from meshes import assert_sharded, make_mesh, put
 
 from jnvfp4 import NVFP4, NVFP4_SR, DotGeneral, Policy, Recipe, Rule, linear, step_key
 from jnvfp4._layers.keys import fold_path
-from jnvfp4.flax import _nnx_loops, calibrate
+from jnvfp4.flax import calibrate
 from jnvfp4.flax.nnx import apply
 
 POLICY = Policy([Rule("blocks/.*", SR)])
@@ -179,34 +179,14 @@ def test_arguments_are_checked(arguments, text):
         apply(mlp() if model is None else model, policy, rngs=rngs[0] if rngs else None)
 
 
-# ---------------------------------------------------------------- bits
-
-
 # ---------------------------------------------------------------- loops over microbatches
 CARRY = nnx.StateAxes({nnx.RngState: nnx.Carry, ...: None})
-COUNTS = nnx.StateAxes({nnx.RngCount: nnx.Carry, ...: None})
-MAPPED = nnx.StateAxes({nnx.RngState: 0, ...: None})
 MICROBATCHES = (X, jnp.arange(len(X)))
 
 
 def looped(loop, axes, **options):
     """Calls a function of the model and of a microbatch for all of them."""
     return lambda f: lambda model: loop(f, in_axes=(axes, 0), out_axes=0, **options)(model, MICROBATCHES)
-
-
-def prefix_vmapped(axis):
-    """With an axis for each variable of the model, as ``graph=False`` takes it."""
-
-    def loop(f):
-        def run(model):
-            if not hasattr(nnx, "prefix"):
-                pytest.skip("nnx.prefix is in Flax from 0.12.7 on")
-            axes = nnx.prefix(model, {nnx.RngState: axis, ...: None}, graph=False)
-            return nnx.vmap(f, in_axes=(axes, 0), graph=False)(model, MICROBATCHES)
-
-        return nnx.split_rngs(splits=len(X), only="sr")(run) if axis == 0 else run
-
-    return loop
 
 
 def lax_scanned(*carried):
@@ -217,7 +197,7 @@ def lax_scanned(*carried):
             graph, carry, rest = nnx.split(model, carried, ...)
 
             def body(carry, microbatch):
-                model = nnx.merge(graph, carry, rest)
+                model = nnx.merge(graph, carry, rest, copy=True)
                 y = f(model, microbatch)
                 return nnx.state(model, carried), y
 
@@ -228,18 +208,6 @@ def lax_scanned(*carried):
     return loop
 
 
-def lax_mapped(f):
-    """With a key of each microbatch, and one count for all."""
-
-    def run(model):
-        graph, keys, rest = nnx.split(model, nnx.RngKey, ...)
-        keys = jax.tree.map(lambda key: jax.random.split(key, len(X)), keys)
-        body = lambda _, of: (None, f(nnx.merge(graph, of[0], rest, copy=True), of[1]))  # noqa: E731
-        return jax.lax.scan(body, None, (keys, MICROBATCHES))[1]
-
-    return run
-
-
 def forward(model, microbatch):
     return model(microbatch[0])
 
@@ -248,92 +216,30 @@ def rematted(model, microbatch):
     return nnx.remat(lambda m, x: m(x))(model, microbatch[0])
 
 
-def gradients(model, microbatch):
-    return nnx.grad(lambda m: value(rematted(m, microbatch)))(model)
-
-
-def keyed(model, microbatch):
-    """By way (a), as the remedy says."""
-    with step_key(jax.random.fold_in(KEY, microbatch[1])):
-        return model(microbatch[0])
-
-
-def reseeded(model, microbatch):
-    nnx.reseed(model, sr=jax.random.fold_in(KEY, microbatch[1]))
-    return rematted(model, microbatch)
-
-
-def reseeded_copy(model, microbatch):
-    model = nnx.clone(model)
-    nnx.reseed(model, sr=jax.random.fold_in(KEY, microbatch[1]))
-    return model(microbatch[0])
-
-
 SCAN, VMAP, SIMPLE_VMAP = looped(nnx.scan, None), looped(nnx.vmap, None), looped(nnx.vmap, None, graph_updates=False)
-CARRIED = r"carry the nnx\.RngState .*, or enter jnvfp4\.step_key\(.*fold_in\(key, i\)\)"
-SPLIT = CARRIED.replace("carry", "map")
-SHARING = {
-    "scan": (mlp, SCAN, forward, CARRIED),
-    "scan, keys apart": (mlp, looped(nnx.scan, nnx.StateAxes({nnx.RngKey: None, ...: None})), forward, CARRIED),
-    "scan, remat": (mlp, SCAN, rematted, CARRIED),
-    "scan, gradients": (mlp, SCAN, gradients, CARRIED),
-    "scan, scanned layers": (lambda: NnxStack(scan=True), SCAN, forward, CARRIED),
-    "vmap": (mlp, VMAP, forward, SPLIT),
-    "vmap, streams apart": (mlp, looped(nnx.vmap, nnx.StateAxes({nnx.RngState: None, ...: None})), forward, SPLIT),
-    "vmap, gradients": (mlp, VMAP, gradients, SPLIT),
-    "simple vmap": (mlp, SIMPLE_VMAP, rematted, SPLIT),
-    "simple vmap, an axis for each variable": (mlp, prefix_vmapped(None), forward, SPLIT),
-    "lax.scan": (mlp, lax_scanned(nnx.BatchStat), forward, CARRIED),
-}
-if "SimpleVmapFn" not in _nnx_loops.BODIES.values():  # Flax before 0.12.8 hides the axes of graph_updates=False
-    SHARING = {name: case for name, case in SHARING.items() if "simple" not in name}
-
-
-@pytest.mark.parametrize(("make", "loop", "f", "remedy"), SHARING.values(), ids=SHARING)
-def test_microbatches_that_share_a_stream_raise(make, loop, f, remedy):
-    """They would draw the same bits, in ``nnx.scan`` in every step, too."""
-    model = apply(make(), ALL, rngs=nnx.Rngs(sr=3))
-    with pytest.raises(ValueError, match=f"layer '(block/)?up': key must differ between the iterations .*; {remedy}"):
-        nnx.eval_shape(loop(f), model)
-
-
-APART = {
-    "carry": (looped(nnx.scan, CARRY), forward),
-    "carry, remat": (looped(nnx.scan, CARRY), rematted),
-    "counts carried": (looped(nnx.scan, COUNTS), rematted),
-    "simple scan": (looped(nnx.scan, None, graph_updates=False), forward),
-    "mapped": (lambda f: nnx.split_rngs(splits=len(X), only="sr")(looped(nnx.vmap, MAPPED)(f)), rematted),
-    "mapped by variable": (prefix_vmapped(0), forward),
-    "scan, step_key": (SCAN, keyed),
-    "vmap, step_key": (VMAP, keyed),
-    "reseeded": (SCAN, reseeded),
-    "reseeded copy": (SCAN, reseeded_copy),
-    "lax.scan, counts carried": (lax_scanned(nnx.RngCount), forward),
-    "lax.scan, keys mapped": (lax_mapped, forward),
+LOOPS = {
+    "scan": (SCAN, forward),
+    "scan, remat": (SCAN, rematted),
+    "scan, keys apart": (looped(nnx.scan, nnx.StateAxes({nnx.RngKey: None, ...: None})), forward),
+    "scan, carried": (looped(nnx.scan, CARRY), rematted),
+    "vmap": (VMAP, forward),
+    "vmap, remat": (SIMPLE_VMAP, rematted),
+    "lax.scan": (lax_scanned(nnx.BatchStat), forward),
+    "lax.scan, carried": (lax_scanned(nnx.RngCount), forward),
+    "Python": (lambda f: lambda model: [f(model, (x, i)) for i, x in enumerate(X)], forward),
 }
 
 
-@pytest.mark.parametrize(("loop", "f"), APART.values(), ids=APART)
-def test_microbatches_draw_their_own_bits(loop, f):
-    model = apply(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), ALL, rngs=nnx.Rngs(sr=3))
-    with recorded_keys() as drawn:
+@pytest.mark.parametrize("evaluates", [False, True], ids=["stream", "one key"])
+@pytest.mark.parametrize(("loop", "f"), LOOPS.values(), ids=LOOPS)
+def test_microbatches_draw_their_own_bits(loop, f, evaluates):
+    """Whether or not the loop gives all of them the same key, as the model that evaluates does."""
+    forward = Policy(default=Recipe((NVFP4_SR, NVFP4), None, None))
+    model = apply(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), forward, rngs=nnx.Rngs(sr=3))
+    model = nnx.view(model, deterministic=evaluates)
+    with recorded_draws() as drawn:
         nnx.jit(loop(f))(model)
-    assert len(set(drawn)) == len(X)
-
-
-@pytest.mark.parametrize("loop", [SCAN, VMAP], ids=["scan", "vmap"])
-def test_microbatches_share_what_draws_no_bits(loop):
-    """Neither a recipe without them nor a model that evaluates needs state of its own."""
-    nearest, model = apply(mlp(), Policy(default=NEAREST), rngs=nnx.Rngs(sr=3)), apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
-    view = nnx.view(model, deterministic=True)
-    model.eval()
-    for quiet in (nearest, model, view, nnx.view(view)):
-        assert nnx.eval_shape(loop(forward), quiet).shape == X.shape
-    training = nnx.view(model, deterministic=False)
-    model.train()
-    for loud in (model, training):
-        with pytest.raises(ValueError, match="key must differ"):
-            nnx.eval_shape(loop(forward), loud)
+    assert len(drawn) == len(set(drawn)) == len(X)
 
 
 @pytest.mark.parametrize("recipe", [SR, Recipe(fprop=(NVFP4_SR, NVFP4))], ids=["gradients", "forward"])
@@ -350,28 +256,6 @@ def test_an_evaluation_advances_no_stream(recipe):
     model.train()
     model(X)
     assert counts() == [count + 1 for count in before]
-
-
-def test_a_broadcast_model_beside_one_whose_state_is_carried():
-    """As a teacher and a student, whose layers have the same paths."""
-    axes = {"in_axes": (None, CARRY, 0), "out_axes": 0}
-    other = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
-    teacher, student, other = (apply(m, ALL, rngs=nnx.Rngs(sr=3)) for m in (mlp(), mlp(), other))
-    student_calls = nnx.scan(lambda _, model, microbatch: rematted(model, microbatch), **axes)
-    assert nnx.eval_shape(student_calls, teacher, student, MICROBATCHES).shape == X.shape
-    with pytest.raises(ValueError, match="layer '': key must differ"):
-        nnx.eval_shape(nnx.scan(lambda model, _, m: rematted(model, m), **axes), other, student, MICROBATCHES)
-
-
-def test_a_step_key_for_all_microbatches_raises():
-    model = apply(mlp(), ALL, rngs=nnx.Rngs(sr=3))
-
-    def step(model, key):
-        with step_key(key):
-            return SCAN(forward)(model)
-
-    with pytest.raises(ValueError, match=r"layer 'up': in a loop that.*step_key\(.*fold_in\(key, i\)\)"):
-        nnx.eval_shape(step, model, KEY)
 
 
 # ---------------------------------------------------------------- keys

@@ -27,8 +27,8 @@ from helpers import (
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, Format, NVFP4Tensor, QuantSpec, reference
-from jnvfp4 import four_over_six as four_over_six_spec
 from jnvfp4._core.softfloat import to_bits
+from jnvfp4.spec import four_over_six as four_over_six_spec
 
 DATA = Path(__file__).parent / "data"
 

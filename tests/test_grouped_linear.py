@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, equations, primitives, refused
+from helpers import assert_bitwise, assert_same_tensor, equations, key_of_operand, primitives, refused
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, make_mesh, put, run
@@ -18,6 +18,7 @@ from test_grouped import BOUNDARIES, ends_of, int32
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor, RaggedDot, Recipe, grouped_linear, quantize, recipes
+from jnvfp4._layers.keys import fold_path
 from jnvfp4._primitives._groups import rows_of
 from jnvfp4._primitives.grouped_contract import grouped_contract_p
 from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_SR, four_over_six
@@ -121,9 +122,10 @@ def test_products_and_gradients_are_those_of_the_documented_operands(native, cas
     (x, stored), w = operands_of(case), W.astype(jnp.float32)
     assert (y.dtype, dx.dtype, dw.dtype) == (case.out or case.x, case.x, jnp.float32)
 
-    held, keys = (jnp.arange(M) < sum(sizes))[:, None], [jax.random.fold_in(KEY, i) for i in range(3)]
+    held = (jnp.arange(M) < sum(sizes))[:, None]
     x, dy = jnp.where(held, x, 0), jnp.where(held, DY.astype(y.dtype), 0)
-    experts = jax.vmap(partial(jax.random.fold_in, keys[1]))(jnp.arange(G))
+    of_w = jax.random.fold_in(KEY, 1)
+    experts = jax.vmap(lambda g, w: key_of_operand(of_w, g, w))(jnp.arange(G), stored)
 
     def weights(spec, along):
         one = lambda w, key: quantize(w, spec, key=key, transpose=along != case.w_axes[1])  # noqa: E731
@@ -138,10 +140,10 @@ def test_products_and_gradients_are_those_of_the_documented_operands(native, cas
         return None
 
     qw = None if recipe.fprop is None else weights(recipe.fprop.w, "k")
-    qx = quantize(x, recipe.fprop.x, key=keys[0]) if recipe.fprop and recipe.fprop.x else x
+    qx = quantize(x, recipe.fprop.x, key=key_of_operand(KEY, 0, x)) if recipe.fprop and recipe.fprop.x else x
     multiplied(qx, w if qw is None else qw, y)
     if recipe.dgrad_specs:
-        multiplied(quantize(dy, recipe.dgrad.dy, key=keys[2]), weights(recipe.dgrad.w, "n"), dx)
+        multiplied(quantize(dy, recipe.dgrad.dy, key=key_of_operand(KEY, 2, dy)), weights(recipe.dgrad.w, "n"), dx)
     else:
         multiplied(dy, (w if recipe.dgrad is None else jnvfp4.dequantize(qw, dy.dtype)).mT, dx)
     of_x = jnvfp4.dequantize(qx, dy.dtype) if recipe.wgrad == "dequantized" and isinstance(qx, NVFP4Tensor) else x
@@ -394,9 +396,8 @@ def test_ragged_dot_takes_its_key_from_the_step(cpu):
     layer = RaggedDot(recipe, path="moe/up")
     with jnvfp4.step_key(KEY):
         got = layer(X, W.mT, int32(SIZES))
-        key = jnvfp4.layer_key("moe/up")
         RaggedDot(Recipe(wgrad=(NVFP4_SR, NVFP4)))(X, W.mT, int32(SIZES))  # dw is not quantized, so needs no key
-    assert_bitwise(got, layer(X, W.mT, int32(SIZES), key=key))
+    assert_bitwise(got, layer(X, W.mT, int32(SIZES), key=fold_path(KEY, "moe/up")))
     with pytest.raises(ValueError, match=r"^RaggedDot: key must be given"):
         RaggedDot(recipe)(X, W.mT, int32(SIZES))
 

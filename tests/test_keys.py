@@ -1,18 +1,18 @@
-"""``step_key``, ``layer_index`` and ``layer_key``: each layer and step has a key of its own, whatever traces it."""
+"""``step_key``: layers and steps have keys of their own, and other data draw other bits, whatever traces them."""
 
 import hashlib
-from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, refused
+from helpers import assert_bitwise, assert_same_tensor, key_of_operand, recorded_draws, refused, words
 from operands import normal
 
-from jnvfp4 import NVFP4, NVFP4_SR, DotGeneral, Recipe, layer_index, layer_key, linear, recipes, step_key
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, DotGeneral, Recipe, linear, recipes, step_key
 from jnvfp4._core.patterns import layer_path
+from jnvfp4._layers.keys import key_of_layer
 
 SR = recipes.pretrain()
 A, B = jax.random.key(1), jax.random.key(2)
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cpu")
 
 def key_bits(path: str):
     """What a layer draws, as numbers that tell keys apart."""
-    return jax.random.bits(layer_key(path), (2,), jnp.uint32)
+    return jax.random.bits(key_of_layer(path, SR), (2,), jnp.uint32)
 
 
 def gradient_bits(x=X, w=W, path="up"):
@@ -33,12 +33,8 @@ def gradient_bits(x=X, w=W, path="up"):
     return jax.grad(lambda w: jnp.sum(jnp.sin(DotGeneral(SR, path)(x, w, DENSE, None, jnp.float32))))(w)
 
 
-def by_hand(key, path, *indices):
-    words = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")
-    key = jax.random.fold_in(key, np.uint32(words))
-    for index in indices:
-        key = jax.random.fold_in(key, index)
-    return key
+def of_path(key, path):
+    return jax.random.fold_in(key, np.uint32(int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "little")))
 
 
 @pytest.fixture
@@ -64,21 +60,13 @@ def leaks():
     ],
 )
 def test_the_number_of_a_layer(path, stem, number):
-    assert (layer_path(path).without_number, layer_path(path).number) == (stem, number)
-    with step_key(A):
-        want = by_hand(A, stem) if number is None else by_hand(A, stem, number)
-        assert (jax.random.key_data(layer_key(path)) == jax.random.key_data(want)).all()
+    prefix, found, rest = layer_path(path)
+    assert ("/".join(filter(None, (prefix, rest))), found) == (stem, number)
 
 
-def test_an_index_replaces_the_number():
-    with step_key(A), layer_index(3):
-        assert_bitwise(key_bits("block/up"), jax.random.bits(by_hand(A, "block/up", 3), (2,), jnp.uint32))
-        inside = key_bits("block/Attention_0/Dense_1"), key_bits("block_5/up")
-        with layer_index(4):
-            assert_bitwise(key_bits("up"), jax.random.bits(by_hand(A, "up", 3, 4), (2,), jnp.uint32))
+def test_a_layer_folds_its_path():
     with step_key(A):
-        assert_bitwise(inside[0], key_bits("block_3/Attention_0/Dense_1"))
-    assert_bitwise(inside[1], jax.random.bits(by_hand(A, "block_5/up", 3), (2,), jnp.uint32))
+        assert words(key_of_layer("block_3/mlp/up", SR)) == words(of_path(A, "block_3/mlp/up"))
 
 
 def test_layers_and_steps_differ():
@@ -99,12 +87,12 @@ def test_an_explicit_key_comes_first():
 def test_a_step_ends():
     with step_key(A), step_key(B):
         inner = key_bits("up")
-    with step_key(B), layer_index(1), step_key(B):  # forgets the indices of the step around it
+    with step_key(B):
         assert_bitwise(key_bits("up"), inner)
-    with pytest.raises(ZeroDivisionError), step_key(A), layer_index(0):
+    with pytest.raises(ZeroDivisionError), step_key(A):
         1 / 0  # noqa: B018
-    with layer_index(3), pytest.raises(ValueError, match="rounds stochastically"):
-        layer_key("up")
+    with pytest.raises(ValueError, match="layer 'up': key must be given, since the recipe rounds stochastically"):
+        gradient_bits()
 
 
 # ---------------------------------------------------------------- errors
@@ -150,49 +138,10 @@ def test_a_recipe_without_random_bits_needs_no_key():
     assert_bitwise(jax.jit(lambda: DotGeneral(recipes.DEFAULT, "up")(X, W, DENSE))(), want)
 
 
-ENCLOSED = {
-    "jit": jax.jit,
-    "remat": jax.checkpoint,
-    "scan": lambda f: lambda: jax.lax.scan(lambda c, _: (c, f()), 0, None, length=2),
-    "cond": lambda f: lambda: jax.lax.cond(True, f, f),
-    "nested jit": lambda f: jax.jit(lambda: jax.jit(f)()),
-}
-
-
-@pytest.mark.parametrize("enclose", ENCLOSED.values(), ids=ENCLOSED)
-def test_a_step_entered_outside_the_traced_function_raises(enclose):
-    """It would be a constant there, and stale in the next step."""
-    with step_key(A), pytest.raises(ValueError, match="layer 'up': the key of step_key must be traced"):
-        enclose(gradient_bits)()
-
-
-NO_KEY, NO_INDEX = (
-    "TypeError: step_key: key must be one JAX PRNG key",
-    "TypeError: layer_index: index must be one integer",
-)
-REFUSED = [
-    *((step_key, key, NO_KEY) for key in (None, 3, jax.random.split(A))),
-    *((layer_index, index, "layer_index: index must be at least 0, got -1") for index in (-1, np.int32(-1))),
-    (layer_index, 1.0, f"{NO_INDEX}, got 1.0"),
-    (layer_index, True, f"{NO_INDEX}, got True"),
-    *((layer_index, index, NO_INDEX) for index in (jnp.arange(2), "1")),
-]
-
-
-@pytest.mark.parametrize(("enter", "value", "text"), REFUSED)
-def test_other_keys_and_indices_are_refused(enter, value, text):
-    with refused(text), enter(value):
+@pytest.mark.parametrize("key", [None, 3, jax.random.split(A)])
+def test_other_keys_are_refused(key):
+    with refused("TypeError: step_key: key must be one JAX PRNG key"), step_key(key):
         pass
-
-
-def test_a_constant_key_inside_jit_raises():
-    @jax.jit
-    def step():
-        with step_key(A):
-            return gradient_bits()
-
-    with pytest.raises(ValueError, match=r"step_key: the key of step_key must be traced .* for 'jit', got a constant"):
-        step()
 
 
 # ---------------------------------------------------------------- transforms
@@ -245,32 +194,6 @@ def test_a_jitted_layer_never_sees_a_stale_key(name):
     assert_same_tensor(jax.jit(lambda k, m: (step(k), step(m)))(A, B), (plain(A), plain(B)))
 
 
-def test_a_jitted_layer_never_sees_a_stale_index():
-    layer = jax.jit(lambda: key_bits("up"))
-
-    @jax.jit
-    def step(key):
-        with step_key(key):
-            drawn = []
-            for i in range(3):
-                with layer_index(i):
-                    drawn.append(layer())
-            return jnp.stack(drawn)
-
-    @jax.jit
-    def scanned(key):
-        def body(c, i):
-            with layer_index(i):
-                return c, layer()
-
-        with step_key(key):
-            return jax.lax.scan(body, 0, jnp.arange(3))[1]
-
-    assert_bitwise(step(A), scanned(A))
-    assert len(np.unique(np.asarray(step(A)), axis=0)) == 3
-    assert (step(A) != step(B)).any()
-
-
 @pytest.mark.parametrize("name", ["remat", "cond"])
 def test_other_inner_functions_see_the_key(leaks, name):
     @jax.jit
@@ -282,109 +205,71 @@ def test_other_inner_functions_see_the_key(leaks, name):
         assert_bitwise(*step(key))
 
 
-def test_layers_scanned_and_unrolled_have_the_same_bits(leaks):
-    stacked = normal((2, 32, 32), 5)
+# ---------------------------------------------------------------- one key, other data
+DRAWS = Recipe((NVFP4_SR, NVFP4_2D), (NVFP4_SR, NVFP4_2D), (NVFP4_RHT_SR, NVFP4_RHT))  # of x and of dy
+MICROBATCHES = normal((3, 16, 32), 3, "fp32"), normal((3, 16, 32), 4, "fp32")  # those in bfloat16 may share an amax
 
-    def block(x, w, path):
-        return jnp.sin(DotGeneral(SR, path)(x, w, DENSE, None, jnp.float32)).astype(x.dtype)
 
-    def unrolled(key, w):
-        with step_key(key):
-            x = X
-            for i in range(2):
-                x = block(x, w[i], f"block_{i}/up")
-            return jnp.sum(x.astype(jnp.float32))
+def in_turn(f):
+    """Calls of one function that JAX has traced once, with its key as a constant."""
+    jitted = jax.jit(f)
+    return jax.tree.map(lambda *v: jnp.stack(v), *[jitted(*of) for of in zip(*MICROBATCHES, strict=True)])
 
-    def scanned(key, w):
-        def body(x, of_layer):
-            i, w = of_layer
-            with layer_index(i):
-                return block(x, w, "block/up"), None
 
-        with step_key(key):
-            x, _ = jax.lax.scan(jax.checkpoint(body), X, (jnp.arange(2), w))
-            return jnp.sum(x.astype(jnp.float32))
+def in_fori_loop(f):
+    def body(i, results):
+        return jax.tree.map(lambda v, new: v.at[i].set(new), results, f(*(of[i] for of in MICROBATCHES)))
 
-    for got, want in zip(*(jax.jit(jax.value_and_grad(f, 1))(A, stacked) for f in (scanned, unrolled)), strict=True):
-        assert_bitwise(got, want)
+    shapes = jax.eval_shape(jax.vmap(f), *MICROBATCHES)
+    return jax.lax.fori_loop(0, 3, body, jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), shapes))
 
 
 LOOPS = {
-    "scan": lambda body: jax.lax.scan(lambda c, i: (c, body(i)), 0, jnp.arange(2))[1],
-    "map": lambda body: jax.lax.map(body, jnp.arange(2)),
-    "fori_loop": lambda body: jax.lax.fori_loop(0, 2, lambda i, c: c + body(i), jnp.zeros(2, jnp.uint32)),
-    "while_loop": lambda body: jax.lax.while_loop(
-        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + body(c[0])), (0, jnp.zeros(2, jnp.uint32))
-    ),
-    "condition": lambda body: jax.lax.while_loop(lambda i: i + body(i)[0] % 2 < 2, lambda i: i + 1, 0),
+    "eager": lambda f: jax.tree.map(lambda *v: jnp.stack(v), *[f(*of) for of in zip(*MICROBATCHES, strict=True)]),
+    "steps": in_turn,
+    "scan": lambda f: jax.lax.scan(lambda _, of: (None, f(*of)), None, MICROBATCHES)[1],
+    "scan of remat": lambda f: jax.lax.scan(lambda _, of: (None, jax.checkpoint(f)(*of)), None, MICROBATCHES)[1],
+    "fori_loop": in_fori_loop,
+    "vmap": lambda f: jax.vmap(f)(*MICROBATCHES),
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_a_loop_needs_an_index(loop):
-    def step(key, index):
-        def body(i):
-            if index is None:
-                return key_bits("up")
-            with layer_index(index(i)):
-                return key_bits("up")
-
-        with step_key(key):
-            return loop(body)
-
-    with pytest.raises(ValueError, match=r"layer 'up': in a loop that JAX traces once.*enter jnvfp4.layer_index\(i\)"):
-        jax.jit(lambda k: step(k, None))(A)
-    with pytest.raises(ValueError, match="that JAX traces once, layers must have an index that the loop passes"):
-        jax.jit(lambda k: step(k, lambda i: 3))(A)  # the same in every iteration
-    jax.jit(lambda k: step(k, lambda i: i))(A)
+@cache
+def alone():
+    """Results and gradients of the microbatches by themselves, and the documented keys from which they draw."""
+    of_x, of_dy = MICROBATCHES
+    layer = partial(linear, w=W, recipe=DRAWS, key=of_path(A, "up"), w_axes="kn")
+    both = [(y, *pull(dy)) for (y, pull), dy in zip((jax.vjp(layer, x) for x in of_x), of_dy, strict=True)]
+    keys = [words(key_of_operand(of_path(A, "up"), i, v)) for i, of in ((0, of_x), (2, of_dy)) for v in of]
+    return tuple(map(jnp.stack, zip(*both, strict=True))), keys
 
 
-def test_a_loop_over_microbatches_needs_a_key_or_an_index_too():
-    def layers(enter=layer_index):
-        def body(c, i):
-            with enter(i):
-                return c, key_bits("up")
+@pytest.mark.parametrize("name", LOOPS)
+def test_microbatches_with_one_key_draw_their_own_bits(name):
+    def one(x, dy):
+        y, pull = jax.vjp(lambda x: DotGeneral(DRAWS, "up")(x, W, DENSE), x)
+        return y, *pull(dy)
 
-        return jax.lax.scan(body, 0, jnp.arange(2))[1]
-
-    def outside(key, enter):
-        with step_key(key):
-            return jax.lax.map(lambda m: layers(enter), jnp.arange(3))
-
-    def inside(key):
-        def microbatch(m):
-            with step_key(jax.random.fold_in(key, m)):
-                return layers()
-
-        return jax.lax.map(microbatch, jnp.arange(3))
-
-    def of_each(key):
-        folded = lambda m, i: jax.random.fold_in(jax.random.fold_in(key, m), i)  # noqa: E731
-        return jax.lax.map(lambda m: layers(lambda i: step_key(folded(m, i))), jnp.arange(3))
-
-    for enter in (layer_index, nullcontext):
-        with pytest.raises(ValueError, match="here number 1 of 2 from the outside"):
-            jax.jit(partial(outside, enter=enter))(A)
-    for step in (inside, of_each):
-        assert len(np.unique(np.asarray(jax.jit(step)(A)).reshape(6, 2), axis=0)) == 6
-
-
-def test_vmap_shares_the_bits_unless_an_index_differs(leaks):
-    @jax.jit
     def step(key):
-        def example(i):
-            with layer_index(i):
-                return key_bits("up")
-
         with step_key(key):
-            shared = jax.vmap(lambda x: key_bits("up"))(jnp.arange(3))
-            return shared, jax.vmap(example)(jnp.arange(3)), key_bits("up")
+            return LOOPS[name](one)
 
-    assert_bitwise(jax.vmap(step)(jnp.stack([B, A]))[2][1], step(A)[2])  # and over keys
-    shared, own, one = step(A)
-    for row in shared:
-        assert_bitwise(row, one)
-    assert len(np.unique(np.asarray(own), axis=0)) == 3
+    with recorded_draws() as drawn:
+        got = (step if name in ("eager", "steps") else jax.jit(step))(A)
+    want, keys = alone()
+    assert set(drawn) == set(keys)
+    assert len(set(keys)) == 6
+    assert_same_tensor(got, want)
+
+
+def test_equal_data_and_a_given_amax_draw_equal_bits():
+    recipe, amax = Recipe((NVFP4, NVFP4_SR), None, None), jnp.float32(4)
+    layer = lambda w, **options: linear(X, w, recipe, key=A, **options)  # noqa: E731
+    with recorded_draws() as drawn:
+        layer(W), layer(W[::-1]), layer(2 * W), layer(W, w_amax=amax), layer(2 * W, w_amax=amax)
+    of_w = jax.random.fold_in(A, 1)
+    same, other = (words(key_of_operand(A, 1, w)) for w in (W, 2 * W))
+    assert drawn == [same, same, other, words(of_w), words(of_w)]
 
 
 def test_a_second_trace_has_its_own_key(leaks):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_same_tensor, equations
+from helpers import assert_bitwise, assert_same_tensor, equations, key_of_operand
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from meshes import KINDS, assert_sharded, home, make_mesh, put
@@ -57,7 +57,7 @@ def dense(a, b, dims, dtype):
 
 def operand(x, spec, index, key, transpose=False):
     """Operand 0 (x), 1 (w) or 2 (dy), with random bits of its own."""
-    own = jax.random.fold_in(key, index) if spec.rounding == "stochastic" else None
+    own = key_of_operand(key, index, x) if spec.rounding == "stochastic" else None
     return quantize(x, spec, key=own, transpose=transpose)
 
 

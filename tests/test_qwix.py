@@ -28,12 +28,14 @@ from flax_models import (
     Stack,
     Transformer,
     X,
+    init,
     shapes,
 )
 from jax.sharding import PartitionSpec as P
 from meshes import assert_sharded, make_mesh, put
 
-from jnvfp4 import Policy, RaggedDot, Recipe, Rule, einsum, layer_key, linear, quantize, recipes, step_key
+from jnvfp4 import Policy, RaggedDot, Recipe, Rule, einsum, linear, quantize, step_key
+from jnvfp4._layers.keys import fold_path
 from jnvfp4.flax.linen import intercept
 from jnvfp4.flax.nnx import apply
 from jnvfp4.qwix import Provider
@@ -52,9 +54,9 @@ def loss(logits):
     return jnp.sum(jnp.sin(logits.astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("model", [Mlp(), pytest.param(Moe(), marks=pytest.mark.long)], ids=["dense", "experts"])
-def test_a_linen_model_has_the_bits_of_intercept(model):
-    variables, policy = jax.jit(model.init)(jax.random.key(0), X), Policy([Rule("gate|up|down", SR)])
+def test_a_linen_model_has_the_bits_of_intercept():
+    model, policy = Mlp(), Policy([Rule("up|down", SR)])
+    variables = jax.jit(model.init)(jax.random.key(0), X)
     driven = qwix.quantize_model(model, Provider(policy))
     assert_same_tensor(driven.init(jax.random.key(0), X), variables)
 
@@ -84,9 +86,8 @@ def test_an_nnx_model_has_the_bits_of_apply():
 
 @pytest.mark.long
 def test_experts_of_an_nnx_model_have_the_bits_of_ragged_dot():
-    """Three parameters of one shape, by rules that tell them apart; ``quantize_model`` calls the model eagerly."""
-    rows, model = recipes.row_scaled(), nnx.Sequential(NnxMoe(nnx.Rngs(0)))
-    policy = Policy([Rule("layers/0/(gate|up)", SR), Rule("layers/0/down", rows)])
+    """Of three parameters of one shape, which a derivative does not tell apart, all have the key of the first."""
+    model, policy = nnx.Sequential(NnxMoe(nnx.Rngs(0))), Policy([Rule("layers/0/.*", SR)])
     assert [(d.path, d.recipe) for d in Policy().explain(model)] == [(f"layers/0/{n}", None) for n in MOE]
     with pytest.warns(
         UserWarning, match="'layers/0/gate' is of type NnxMoe, which jnvfp4.qwix.Provider reaches and app"
@@ -95,8 +96,11 @@ def test_experts_of_an_nnx_model_have_the_bits_of_ragged_dot():
     provider = Provider(policy)
     with step_key(KEY):
         driven = qwix.quantize_model(model, provider, X)
-    met = [(d.path, d.recipe) for d in provider.explain()]
-    assert met == [("layers/0/gate", SR), ("layers/0/up", SR), ("layers/0/down", rows)]
+    assert [(d.path, d.recipe) for d in provider.explain()] == [(f"layers/0/{name}", SR) for name in sorted(MOE)]
+    apart = Provider(Policy([Rule("layers/0/(gate|up)", SR), Rule("layers/0/down", NEAREST)]))
+    text = "parameters of one shape that Qwix cannot tell apart must have one recipe, .* layers/0/down, layers/0/gate"
+    with step_key(KEY), pytest.raises(ValueError, match=text):
+        qwix.quantize_model(model, apart, X)
 
     @nnx.jit
     def step(model, key):
@@ -107,8 +111,8 @@ def test_experts_of_an_nnx_model_have_the_bits_of_ragged_dot():
         with step_key(key):
             h, sizes = X.reshape(-1, 32).astype(jnp.bfloat16), GROUPS
             gate, up, down = (w.astype(jnp.bfloat16) for w in weights)
-            gate, up = (RaggedDot(SR, f"layers/0/{n}")(h, w, sizes) for n, w in (("gate", gate), ("up", up)))
-            y = RaggedDot(rows, "layers/0/down")(nn.silu(gate) * up, down, sizes, w_axes="nk")
+            product = RaggedDot(SR, "layers/0/down")
+            y = product(nn.silu(product(h, gate, sizes)) * product(h, up, sizes), down, sizes, w_axes="nk")
             return loss(X + y.reshape(X.shape).astype(X.dtype))
 
     weights = [getattr(model.layers[0], name)[...] for name in MOE]
@@ -170,23 +174,19 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
 
 
 class Square(nn.Module):
-    """Activations of the shape of the parameter, by which it is multiplied, over its norm or added to another."""
-
-    added: bool
+    """Multiplies activations by a parameter of their shape."""
 
     @nn.compact
     def __call__(self, x):
-        w = self.param("w", nn.initializers.normal(1.0), (32, 32))
-        w = w + self.param("v", nn.initializers.normal(1.0), (32, 32)) if self.added else w / jnp.linalg.norm(w)
+        w = self.param("w", nn.initializers.normal(1.0), (32, 32)).astype(x.dtype)
         return jax.lax.dot_general(jnp.sin(x) + x, w, (((1,), (0,)), ((), ())))
 
 
-def test_shapes_do_not_tell_what_the_trace_knows():
-    """Neither of activations as large as the weights, nor of a sum, which is no parameter."""
-    x = X.reshape(32, 32)
-    for added in (False, True):
-        model = qwix.quantize_model(Square(added), Provider(Policy(default=NEAREST)))
-        assert products(lambda v, x, model=model: model.apply(v, x), shapes(model, x), x) == (not added)
+def test_of_two_operands_of_one_shape_the_right_one_is_the_parameter():
+    x, model = X.reshape(32, 32).astype(jnp.bfloat16), Square()
+    variables, driven = init(model, x), qwix.quantize_model(model, Provider(Policy(default=NEAREST)))
+    want = linear(jnp.sin(x) + x, variables["params"]["w"].astype(x.dtype), NEAREST, w_axes="kn")
+    assert_bitwise(jax.jit(driven.apply)(variables, x), jax.jit(lambda: want)())
 
 
 class FlippedExperts(nn.Module):
@@ -332,4 +332,4 @@ def test_lora_passes_on_the_key_and_the_options_of_a_product():
         provider = Provider(Policy(default=recipe), lora=lora)
         model = qwix.quantize_model(nnx.Sequential(Positional()), provider, x, rngs=nnx.Rngs(1))
         got, kept = model(x), model.layers[0].w.get_value().tensor  # adapters start at zero
-        assert_bitwise(got, linear(x, kept, recipe, key=layer_key("layers/0"), out_dtype=jnp.float32))
+        assert_bitwise(got, linear(x, kept, recipe, key=fold_path(KEY, "layers/0"), out_dtype=jnp.float32))

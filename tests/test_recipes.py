@@ -72,8 +72,7 @@ def test_every_4over6_setting_reaches_x_and_w(error, e4m3_max, fast):
 
 def test_every_maker_names_what_it_makes():
     """And is in the tables above."""
-    functions = [f for f in vars(recipes).values() if inspect.isfunction(f) and f.__module__ == recipes.__name__]
-    makers = [f.__name__ for f in functions if not f.__name__.startswith("_")]
+    makers = recipes._makers()
     assert sorted(makers) == sorted([*TRAINING, "pretrain_4over6", "rl", "inference"])
     assert [getattr(recipes, maker)().name for maker in makers] == [f"{maker}()" for maker in makers]
 

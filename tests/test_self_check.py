@@ -27,13 +27,13 @@ from scripts import in_two_processes
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, NVFP4Tensor
-from jnvfp4._native import load, plans
+from jnvfp4._native import load, plans, self_check
 from jnvfp4._primitives import _base, _matmul_routes, quantize
 from jnvfp4._primitives._sides import Side
 from jnvfp4._primitives.dequantize import DequantizeParams
 from jnvfp4._primitives.matmul import matmul_p
 from jnvfp4._primitives.quantize import quantize_p
-from jnvfp4._primitives.self_check import cases, checks, known_answers
+from jnvfp4._self_check import cases, known_answers
 
 FP4 = "sm100_cublaslt_nvfp4"
 
@@ -43,8 +43,8 @@ FP4 = "sm100_cublaslt_nvfp4"
 def never_run(native, monkeypatch):
     """The device of the test, of which nothing is known; two samples make a check of products."""
     monkeypatch.setattr(plans, "has_run_on", lambda capability: False)
-    monkeypatch.setattr(checks, "_FOUND", {})
-    monkeypatch.setattr(checks, "known_for", by_reference_on_the_cpu)
+    monkeypatch.setattr(self_check, "_FOUND", {})
+    monkeypatch.setattr(self_check, "known_for", by_reference_on_the_cpu)
     monkeypatch.setattr(known_answers, "SAMPLES", [SAMPLE, SAMPLE._replace(shape=(70, 45, 48))])
     return native.device
 
@@ -66,7 +66,7 @@ def by_reference_on_the_cpu(_device):
     def run(primitive, call):
         key = primitive.name, repr(call.params), *(v.tobytes() for v in call.operands)
         if key not in KNOWN:
-            KNOWN[key] = checks._run(jax.devices("cpu")[0], primitive, call, "reference")
+            KNOWN[key] = self_check._run(jax.devices("cpu")[0], primitive, call, "reference")
         return KNOWN[key]
 
     return run
@@ -159,7 +159,7 @@ def test_a_right_product_is_used_without_a_word(never_run):
         text = multiply().lower(*on(never_run, A, B)).as_text()
     assert f'kernel = "{kernel}"' in text
     assert not [thread for thread in threading.enumerate() if thread.name == "jnvfp4 self-check"]
-    assert {key[0]: reason for key, reason in checks._FOUND.items()}[f"matmul_nt {kernel}"] == ""
+    assert {key[0]: reason for key, reason in self_check._FOUND.items()}[f"matmul_nt {kernel}"] == ""
 
 
 def test_a_kernel_that_stops_is_refused(never_run, monkeypatch):
@@ -194,8 +194,8 @@ def test_the_exact_decode_path_is_checked_before_it_is_used(never_run, faulty, m
 
 def test_each_path_is_checked_once(never_run, monkeypatch):
     asked = []
-    right = checks.outcome
-    monkeypatch.setattr(checks, "outcome", lambda check, device: asked.append(check.path) or right(check, device))
+    right = self_check.outcome
+    monkeypatch.setattr(self_check, "outcome", lambda check, device: asked.append(check.path) or right(check, device))
     for _ in range(3):
         multiply()(*on(never_run, A, B))
     assert asked
@@ -207,8 +207,8 @@ def test_memory_that_a_gpu_may_give_to_a_call_holds_nan(monkeypatch):
     found = []
     left = SimpleNamespace(block_until_ready=lambda: SimpleNamespace(delete=lambda: found.append("freed")))
     monkeypatch.setattr(jax, "device_put", lambda v, device: found.append((v == 0xFF).all()) or left)
-    monkeypatch.setattr(checks, "_run", lambda *_: found.append("call"))
-    run = checks.on(SimpleNamespace(platform="gpu"), "native")
+    monkeypatch.setattr(self_check, "_run", lambda *_: found.append("call"))
+    run = self_check.on(SimpleNamespace(platform="gpu"), "native")
     for _ in range(2):
         run(matmul_p, None)
     assert found == 2 * (3 * [True, "freed"] + ["call"])
@@ -225,7 +225,7 @@ def test_threads_find_it_once(never_run, faulty):
 # ---------------------------------------------------------------- where a program may be traced
 def test_every_primitive_with_a_kernel_has_known_answers():
     targets = {name for module in load.extensions().values() for name in module.targets}
-    assert {primitive.name for primitive in _base.PRIMITIVES} & targets == set(checks.CASES)
+    assert {primitive.name for primitive in _base.PRIMITIVES} & targets == set(self_check.CASES)
 
 
 def traced_calls(device) -> dict:
@@ -290,7 +290,7 @@ def test_gradients_are_right_with_a_wrong_product(never_run, faulty):
     with jax.default_device(jax.devices("cpu")[0]):
         loss = lambda x, w: jnvfp4.linear(x, w).astype(jnp.float32).sum()  # noqa: E731
         expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
-    checks._FOUND.clear()
+    self_check._FOUND.clear()
     faulty("alpha")
     x, w = on(never_run, x, w)
     with one_warning("matmul_nt"):
@@ -322,7 +322,7 @@ def test_a_wrong_product_split_over_devices(never_run, devices, faulty):
 
 @pytest.fixture
 def no_check(monkeypatch):
-    monkeypatch.setattr(checks, "outcome", lambda *_: pytest.fail("a check ran"))
+    monkeypatch.setattr(self_check, "outcome", lambda *_: pytest.fail("a check ran"))
 
 
 def test_an_export_checks_nothing(never_run, no_check):
@@ -400,15 +400,15 @@ def test_one_wrong_byte_is_found_anywhere(name, result):
     """Of each result of each call, in the last byte."""
     check = CHECKS[name]()
     cpu = jax.devices("cpu")[0]
-    known = checks.on(cpu, "native")
+    known = self_check.on(cpu, "native")
 
     def wrong(primitive, call):
         results = [v.copy() for v in known(primitive, call)]
         results[result].reshape(-1).view(np.uint8)[-1] ^= 1
         return results
 
-    assert checks.mismatch(check, known, known) == ""
-    assert "1 of" in checks.mismatch(check, wrong, known)
+    assert self_check.mismatch(check, known, known) == ""
+    assert "1 of" in self_check.mismatch(check, wrong, known)
 
 
 # ---------------------------------------------------------------- several processes
@@ -480,7 +480,7 @@ def through(library, call) -> list[np.ndarray]:
 
 
 CHECK_OF_FP4 = cases.product_check(FP4, 100)
-by_cpu = checks.on(jax.devices("cpu")[0], "native")
+by_cpu = self_check.on(jax.devices("cpu")[0], "native")
 
 
 @pytest.mark.parametrize("fault", ["", "layout", "alpha", "padding", "nan"])
@@ -489,7 +489,7 @@ def test_known_answers_of_the_library_see_each_fault_in_several_calls(library, f
     library("go_wrong", fault)
     each = [CHECK_OF_FP4._replace(calls=partial(list, [call])) for call in CHECK_OF_FP4.calls()]
     assert len(each) > 5
-    found = [checks.mismatch(one, lambda _, call: through(library, call), by_cpu) for one in each]
+    found = [self_check.mismatch(one, lambda _, call: through(library, call), by_cpu) for one in each]
     seen = [text for text in found if text]
     assert (len(seen) >= len(found) // 2) if fault else not seen
     assert all("elements differ, first at [" in text for text in seen)

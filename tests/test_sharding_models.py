@@ -52,7 +52,7 @@ def codes_gathered(found) -> int:
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_linen_gathers_bytes(scan):
     mesh, x = make_mesh(DEVICES, "x"), normal((128, WIDTH), 1, "fp32")
-    model = Stack(scan=scan, indexed=True)
+    model = Stack(scan=scan)
     params = Stack().init(jax.random.key(0), x)
     params = stacked(params) if scan else params
     placed = place(params, mesh, int(scan)), put(x, mesh, P("x"))

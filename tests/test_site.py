@@ -20,8 +20,8 @@ TYPES = SHOWN.pop("types.md")  # what signatures name, also of private modules; 
 LISTED = [name for names in SHOWN.values() for name in names]
 PUBLIC_MODULES = ("", "checkpoints", "equinox", "flax", "flax.linen", "flax.nnx", "haliax", "policy", "qwix", "recipes")
 PUBLIC_MODULES += ("remat", "sharding")
-ELSEWHERE = {"jnvfp4.recipes.Recipe", "jnvfp4.policy.Policy", "jnvfp4.policy.Rule", "jnvfp4.remat.RESIDUAL_NAME"}
-WHOLE = {"jnvfp4.reference"}  # a module, with all that it has
+ELSEWHERE = {"jnvfp4.recipes.Recipe", "jnvfp4.policy.Policy", "jnvfp4.policy.Rule"}
+WHOLE = {"jnvfp4.reference", "jnvfp4.spec.four_over_six"}  # a module, with all that it has; and one name of another
 
 
 def public_names(module: str) -> set[str]:

@@ -14,9 +14,9 @@ from cases import Case
 from helpers import key_for
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, Format, QuantSpec, Recipe, four_over_six
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, Format, QuantSpec, Recipe
 from jnvfp4._primitives.quantize_pair import quantize_pair_p, sides_of
-from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, name_of
+from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, four_over_six, name_of
 
 FFI = pathlib.Path(__file__).parents[1] / "ffi"
 SPEC_ATTR_H = FFI / "calls" / "spec_attr.h"

@@ -10,9 +10,8 @@ import pytest
 from operands import normal
 
 from jnvfp4 import NVFP4Tensor, Recipe, Support, quantize, recipes, supports
-from jnvfp4._native import load, plans
+from jnvfp4._native import load, plans, self_check
 from jnvfp4._ops.arguments import OPERATIONS
-from jnvfp4._primitives.self_check import checks
 from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, WINDOW64
 
 KEY = jax.random.key(0)
@@ -209,11 +208,11 @@ def test_what_the_self_check_refused_is_of_one_compute_capability(any_gpu, monke
     def ask(capability, **options):
         return supports("matmul_nt", t(65, 64), B, device=any_gpu(capability), **options)
 
-    monkeypatch.setattr(checks, "_FOUND", {})
+    monkeypatch.setattr(self_check, "_FOUND", {})
     reason = f"the self-check of matmul_nt {FP4} on {gpu('10.0')} (GPU) failed: wrong"
     for kernel, why in ((FP4, ""), (DOT, reason)):
         assert ask("10.0") == (True, kernel, why)
-        checks._FOUND[checks._key(f"matmul_nt {kernel}", gpu("10.0"))] = "wrong"
+        self_check._FOUND[self_check._key(f"matmul_nt {kernel}", gpu("10.0"))] = "wrong"
         assert ask("10.0", implementation=FP4) == (False, FP4, reason)
     assert ask("10.0") == (False, "reference", reason)
     assert ask("10.3") == (True, FP4, "")

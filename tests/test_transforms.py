@@ -28,7 +28,6 @@ from jnvfp4 import (
     NVFP4Tensor,
     Recipe,
     dequantize,
-    four_over_six,
     linear,
     matmul_nt,
     quantize,
@@ -36,7 +35,7 @@ from jnvfp4 import (
     recipes,
 )
 from jnvfp4.recipes import DEFAULT
-from jnvfp4.spec import name_of
+from jnvfp4.spec import four_over_six, name_of
 
 SIZE = 3
 KEY = jax.random.key(5)

@@ -14,8 +14,8 @@ from meshes import LAYOUTS, X, assert_sharded, every_kind, home, make_mesh, put,
 from operands import near_tie, normal
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, Format, NVFP4Tensor, dequantize, four_over_six, quantize
-from jnvfp4.spec import SUPPORTED_SPECS, name_of
+from jnvfp4 import NVFP4, NVFP4_2D, Format, NVFP4Tensor, dequantize, quantize
+from jnvfp4.spec import SUPPORTED_SPECS, four_over_six, name_of
 
 SPECS = [spec for spec in SUPPORTED_SPECS if spec.block_rows == 16]
 # Tiles down and across: one, odd numbers, whole and partial squares of the kernels (8, 16 and 32 tiles on a side).

@@ -31,7 +31,7 @@ CALLS = {
     "jnvfp4.grouped_linear(x, w, sizes)": "Array",
     "jnvfp4.einsum('mk,nk->mn', x, w)": "Array",
     "jnvfp4.DotGeneral(jnvfp4.recipes.pretrain())": "DotGeneral",
-    "jnvfp4.four_over_six('mse')": "QuantSpec",
+    "jnvfp4.spec.four_over_six('mse')": "QuantSpec",
     "jnvfp4.recipes.pretrain()": "Recipe",
     "jnvfp4.supports('quantize', x).native": "bool",
     "jnvfp4.quantization_report(x).relative_error": "Array",

@@ -22,8 +22,8 @@ import matplotlib
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import QuantSpec, Recipe, four_over_six
-from jnvfp4.spec import name_of
+from jnvfp4 import QuantSpec, Recipe
+from jnvfp4.spec import four_over_six, name_of
 from lm.recipes import RECIPES
 
 matplotlib.use("Agg")

@@ -14,7 +14,7 @@ namespace jnvfp4 {
 inline constexpr int kCpu = 0, kAnyGpu = 80, kHopper = 90, kNewest = 999;
 
 // All kernels have run on GPUs of this capability, and those for less are compiled from the same code. On newer GPUs
-// none has run: what they give is checked there before it is used (the self-check).
+// none has run: what they give is checked there before it is used (jnvfp4/_native/self_check.py).
 inline constexpr int kNewestRunOn = 90;
 constexpr bool has_run_on(int capability) { return capability <= kNewestRunOn; }
 

@@ -71,10 +71,6 @@ class LayerPath(NamedTuple):
     number: int | None
     rest: str
 
-    @property
-    def without_number(self) -> str:
-        return "/".join(filter(None, (self.prefix, self.rest)))
-
 
 def layer_path(path: str) -> LayerPath:
     """Finds the number of the layer in the path of a module: 'block_3/mlp/up' gives ('block', 3, 'mlp/up').

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -17,11 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from ..spec import Format
+from .mesh import ways
 
 PARTS = ("data", "scale", "amax")
 PyTree = Any  # what jax.tree walks: containers of arrays and of NVFP4Tensors, or one of these
 Tensor = TypeVar("Tensor", bound="NVFP4Tensor")
-Entry = str | tuple[str, ...] | None  # of a PartitionSpec, for one dimension; UNCONSTRAINED has no public type
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -195,27 +194,6 @@ def _is_index(entries: tuple, lead: tuple[int, ...]) -> bool:
     except IndexError:
         return False
     return True
-
-
-# ---------------------------------------------------------------- entries of a PartitionSpec
-def axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the mesh axes of one dimension of a sharding."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
-def ways(mesh: Any, entry: Any) -> int:
-    """Returns into how many parts a dimension sharded over ``entry`` is split."""
-    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
-
-
-def without_axes(entry: Any, removed: AbstractSet[str]) -> Any:
-    """Returns the sharding of one dimension without some mesh axes."""
-    if entry is PartitionSpec.UNCONSTRAINED:
-        return entry
-    left = tuple(axis for axis in axes_of(entry) if axis not in removed)
-    return left[0] if len(left) == 1 else left or None
 
 
 def parts_of(t: NVFP4Tensor) -> list[jax.Array]:

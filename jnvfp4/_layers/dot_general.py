@@ -12,16 +12,15 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from .._core.mesh import Axes, Placement, axes_of_dims
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import as_amax, as_float_array, float_dtype, operation
-from .._primitives._base import Axes, axes_of_dims
+from .._ops.arguments import operation
 from ..recipes import DEFAULT, Recipe
-from ..spec import BLOCK
-from .gather import Placement, as_pair
+from .gather import as_pair
 from .keys import check_path, key_of_product
-from .layer import Call, recipe_key
-from .linear import Dense, call_linear
-from .weights import QuantizedWeight, WeightAxes, Weights, check_recipe
+from .layer import Call, multiply
+from .linear import Dense
+from .weights import LayerChecks, QuantizedWeight, WeightAxes, Weights
 
 
 @operation
@@ -65,24 +64,26 @@ def dot_general(
     Raises:
       ValueError, TypeError: operands or arguments do not fit; the message names them.
     """
-    op = "dot_general"
-    check_options(op, recipe, precision, out_sharding, unsupported)
-    of_w = OfWeights(as_pair(op, w_gather), w_amax)
-    return contract(op, lhs, rhs, dimension_numbers, recipe, key, preferred_element_type, out_sharding, of_w, None)
+    check = LayerChecks("dot_general", recipe)
+    check_options(check.op, precision, out_sharding, unsupported)
+    w_gather = as_pair(check.op, w_gather)
+    options = DotOptions(key, preferred_element_type, out_sharding, w_gather, w_amax)
+    return contract(check, lhs, rhs, dimension_numbers, options)
 
 
-class OfWeights(NamedTuple):
-    """Holds the options of the weights of a product: shardings by their axes, and their amax."""
+class DotOptions(NamedTuple):
+    """Holds what a product takes beside its operands and its recipe."""
 
-    gather: tuple[Placement, Placement] | None = None
-    amax: ArrayLike | None = None
+    key: jax.Array | None = None
+    dtype: DTypeLike | None = None  # of the result; that of lax.dot_general if None
+    out_sharding: Placement | None = None
+    w_gather: tuple[Placement, Placement] | None = None  # by the axes of the weights
+    w_amax: ArrayLike | None = None
+    pad: bool | None = None  # as in DotGeneral; None adds no zeros, also where the recipe needs them
 
 
-def check_options(
-    op: str, recipe: object, precision: object, out_sharding: object, unsupported: Mapping[str, object]
-) -> None:
+def check_options(op: str, precision: object, out_sharding: object, unsupported: Mapping[str, object]) -> None:
     """Checks the arguments that ``lax.dot_general`` has too, and refuses those that mean nothing here."""
-    check_recipe(op, recipe)
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if any(p not in (None, "default", lax.Precision.DEFAULT) for p in precisions):
         raise ValueError(
@@ -97,24 +98,21 @@ def check_options(
 
 
 def contract(
-    op: str,
+    check: LayerChecks,
     lhs: ArrayLike,
     rhs: ArrayLike | NVFP4Tensor | QuantizedWeight,
     dimension_numbers: lax.DotDimensionNumbers,
-    recipe: Recipe,
-    key: jax.Array | None,
-    dtype: DTypeLike | None,
-    out_sharding: Placement | None,
-    of_w: OfWeights,
-    units: tuple[int, int] | None,
+    options: DotOptions,
 ) -> jax.Array:
-    """Computes ``dot_general``; with ``units`` it adds zeros up to multiples of them, of N and of K."""
+    """Computes ``dot_general``."""
+    op, recipe = check.op, check.recipe
     if isinstance(rhs, NVFP4Tensor | QuantizedWeight):
         kind = type(rhs).__name__
         got = "an NVFP4Tensor" if kind == "NVFP4Tensor" else kind
         raise TypeError(f"{op}: rhs must be an array, got {got}; jnvfp4.linear takes one as w")
-    a, b = as_float_array(op, "lhs", lhs), as_float_array(op, "rhs", rhs)
-    out_dtype = float_dtype(op, "preferred_element_type", dtype_of_lax(a, b) if dtype is None else dtype)
+    a, b = check.float_array("lhs", lhs), check.float_array("rhs", rhs)
+    dtype = dtype_of_lax(a, b) if options.dtype is None else options.dtype
+    out_dtype = check.float_dtype("preferred_element_type", dtype)
     (lc, rc), (lb, rb) = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
     left, right = _axes_of(op, "lhs", a, lc, lb), _axes_of(op, "rhs", b, rc, rb)
     for kind, left_axes, right_axes in (("contracting", lc, rc), ("batch", lb, rb)):
@@ -125,28 +123,27 @@ def contract(
             )
     in_flax_order = right.batch + right.contracting + right.free == tuple(range(b.ndim))
     w_axes: WeightAxes = "kn" if in_flax_order and not _draws_for_w(recipe) else "nk"
-    call = Call(op, Dense, recipe, out_dtype, weights=Weights(w_axes))
+    call = Call(op, recipe, Weights(w_axes), Dense, out_dtype)
     x = _flattened(op, a, left.batch, *((i,) for i in left.free), left.contracting)
     groups = right[1:] if w_axes == "kn" else right[:0:-1]
     w = _flattened(op, b, right.batch, *groups)
-    of_w = OfWeights(_of_matrix(op, of_w.gather, right.batch, groups), _of_examples(op, of_w.amax, b, right.batch))
+    w_gather = _of_matrix(op, options.w_gather, right.batch, groups)
+    w_amax = _of_examples(check, options.w_amax, b, right.batch)
     n = math.prod(b.shape[i] for i in right.free)
-    if units is not None:
-        x, w = padded(x, w, w_axes, *units)
-    out = _batched(call, x, w, key, of_w) if lb else call_linear(call, x[0], w[0], None, key, *of_w)
+    if options.pad is not None:
+        x, w = padded(x, w, w_axes, *recipe.units_of(options.pad))
+    if lb:  # each matrix of x [B, M, K] and its own of w have a key of their own
+        key = call.needed_key(options.key)
+        keys = None if key is None else jax.random.split(key, x.shape[0])
+        one = lambda x, w, key, amax: multiply(call, x, w, key, w_gather, w_amax=amax)  # noqa: E731
+        out = jax.vmap(one)(x, w, keys, w_amax)
+    else:
+        out = multiply(call, x[0], w[0], options.key, w_gather, w_amax=w_amax)
     if out.shape[-1] != n:
         out = lax.slice_in_dim(out, 0, n, axis=-1)
     of_x = [(a.shape[i],) for i in left.free]
     out = _split(out, *([tuple(a.shape[i] for i in lb)] if lb else []), *of_x, tuple(b.shape[i] for i in right.free))
-    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
-
-
-def _batched(call: Call, x: jax.Array, w: jax.Array, key: jax.Array | None, of_w: OfWeights) -> jax.Array:
-    """Multiplies every matrix of x [B, M, K] by its own matrix of w, with a key of its own."""
-    key = recipe_key(call.op, call.recipe, key)
-    keys = None if key is None else jax.random.split(key, x.shape[0])
-    one = lambda x, w, key, amax: call_linear(call, x, w, None, key, of_w.gather, amax)  # noqa: E731
-    return jax.vmap(one)(x, w, keys, of_w.amax)
+    return out if options.out_sharding is None else jax.sharding.reshard(out, options.out_sharding)
 
 
 def _of_matrix(
@@ -176,13 +173,13 @@ def _of_matrix(
     return placed[0], placed[1]
 
 
-def _of_examples(op: str, amax: ArrayLike | None, w: jax.Array, batch: tuple[int, ...]) -> jax.Array | None:
+def _of_examples(check: LayerChecks, amax: ArrayLike | None, w: jax.Array, batch: tuple[int, ...]) -> jax.Array | None:
     """Flattens the batch axes of an amax."""
     if amax is None:
         return None
-    array, wanted = as_amax(op, amax), tuple(w.shape[i] for i in batch)
+    array, wanted = check.amax(amax), tuple(w.shape[i] for i in batch)
     if array.shape != wanted:
-        raise ValueError(f"{op}: w_amax must have the batch axes of rhs, {wanted}, got shape {array.shape}")
+        raise ValueError(f"{check.op}: w_amax must have the batch axes of rhs, {wanted}, got shape {array.shape}")
     return array.reshape(-1) if batch else array
 
 
@@ -193,12 +190,6 @@ def padded(x: jax.Array, w: jax.Array, w_axes: WeightAxes, unit_n: int, unit_k: 
     return _with_zeros(x, 0, more_k), _with_zeros(w, *((more_k, more_n) if w_axes == "kn" else (more_n, more_k)))
 
 
-def units_of(recipe: Recipe, pad: bool) -> tuple[int, int]:
-    """Returns what N and K are padded to multiples of: what the recipe needs, or with ``pad`` at least 16."""
-    unit_n, unit_k = (max(unit, BLOCK if pad else 1) for unit in recipe.units)
-    return unit_n, unit_k
-
-
 def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Adds zeros at the end of the last two axes."""
     if not rows and not columns:
@@ -207,18 +198,8 @@ def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class DotGeneral:
-    """Stands in for ``jax.lax.dot_general`` where model code takes one, and multiplies by a recipe.
-
-    It holds no arrays and compares by value, so it can be an attribute of a module or a static argument of jit.
-
-    Attributes:
-      recipe: how each GEMM quantizes its operands.
-      path: the name of the layer in its model, such as "block_3/mlp/up". A layer that rounds stochastically draws its
-        random bits by ``layer_key(path)`` where no key is passed.
-      w_gather: as in ``jnvfp4.dot_general``.
-      pad: whether K and N become multiples of 16 even where the recipe needs none.
-    """
+class LayerProduct:
+    """Holds how a layer of a model multiplies; ``DotGeneral`` says what its attributes are."""
 
     recipe: Recipe = DEFAULT
     path: str | None = None
@@ -226,9 +207,35 @@ class DotGeneral:
     pad: bool = False
 
     def __post_init__(self) -> None:
-        check_recipe("DotGeneral", self.recipe)
-        as_pair("DotGeneral", self.w_gather)
-        check_path("DotGeneral", self.path)
+        kind = type(self).__name__
+        LayerChecks(kind, self.recipe)
+        as_pair(kind, self.w_gather)
+        check_path(kind, self.path)
+
+    def checks(self, precision: object, out_sharding: object, unsupported: Mapping[str, object]) -> LayerChecks:
+        """Checks arguments of a call, and returns what checks the others."""
+        kind = type(self).__name__
+        op = kind if self.path is None else f"{kind} of layer {self.path!r}"
+        check_options(op, precision, out_sharding, unsupported)
+        return LayerChecks(op, self.recipe)
+
+    def key_or_own(self, check: LayerChecks, key: jax.Array | None) -> jax.Array | None:
+        """Returns a key that is passed, or that of the layer."""
+        return key_of_product(check.op, type(self).__name__, self.path, check.recipe) if key is None else key
+
+
+class DotGeneral(LayerProduct):
+    """Stands in for ``jax.lax.dot_general`` where model code takes one, and multiplies by a recipe.
+
+    It holds no arrays and compares by value, so it can be an attribute of a module or a static argument of jit.
+
+    Attributes:
+      recipe: how each GEMM quantizes its operands.
+      path: the name of the layer in its model, such as "block_3/mlp/up", which a layer that rounds stochastically folds
+        into the key of ``step_key`` where no key is passed.
+      w_gather: as in ``jnvfp4.dot_general``.
+      pad: whether K and N become multiples of 16 even where the recipe needs none.
+    """
 
     def __call__(
         self,
@@ -247,15 +254,12 @@ class DotGeneral:
 
         The zeros change no value that the operands hold: they are never an amax, and they add nothing to a sum.
         Arguments, result and errors are those of ``jnvfp4.dot_general``, but where ``key`` is None and the recipe
-        rounds stochastically, the key is ``layer_key(path)``.
+        rounds stochastically, the key is that of ``step_key``, with the path folded in.
         """
-        op = "DotGeneral" if self.path is None else f"DotGeneral of layer {self.path!r}"
-        check_options(op, self.recipe, precision, out_sharding, unsupported)
-        if key is None:
-            key = key_of_product(op, "DotGeneral", self.path, self.recipe)
-        of_w, dtype = OfWeights(self.w_gather, w_amax), preferred_element_type
-        units = units_of(self.recipe, self.pad)
-        return contract(op, lhs, rhs, dimension_numbers, self.recipe, key, dtype, out_sharding, of_w, units)
+        check = self.checks(precision, out_sharding, unsupported)
+        key = self.key_or_own(check, key)
+        options = DotOptions(key, preferred_element_type, out_sharding, self.w_gather, w_amax, self.pad)
+        return contract(check, lhs, rhs, dimension_numbers, options)
 
 
 def dtype_of_lax(a: jax.Array, b: jax.Array) -> np.dtype:

@@ -8,10 +8,12 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._ops.arguments import as_float_array, operation
+from .._core.mesh import Placement
+from .._ops.arguments import operation
 from ..recipes import DEFAULT, Recipe
-from .dot_general import OfWeights, check_options, contract, units_of
-from .gather import Placement, as_pair
+from .dot_general import DotOptions, LayerProduct, check_options, contract
+from .gather import as_pair
+from .weights import LayerChecks
 
 _ELLIPSIS = "..."
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -63,35 +65,42 @@ def einsum(
     Raises:
       ValueError, TypeError: the einsum is no product of two operands, or an argument does not fit.
     """
-    w_gather, dtype = as_pair("einsum", w_gather), preferred_element_type
-    return einsum_of_layer(None, subscripts, x, w, recipe, key, w_gather, w_amax, precision, dtype, out_sharding)
+    check = LayerChecks("einsum", recipe)
+    check_options(check.op, precision, out_sharding, {})
+    w_gather = as_pair(check.op, w_gather)
+    options = DotOptions(key, preferred_element_type, out_sharding, w_gather, w_amax, pad=False)
+    return contract_einsum(check, subscripts, x, w, options)
 
 
-def einsum_of_layer(
-    path: str | None,
-    subscripts: str,
-    x: ArrayLike,
-    w: ArrayLike,
-    recipe: Recipe,
-    key: jax.Array | None,
-    w_gather: tuple[Placement, Placement] | None,
-    w_amax: ArrayLike | None = None,
-    precision: object = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Placement | None = None,
-    pad: bool = False,
-    **unsupported: object,
-) -> jax.Array:
-    """Computes ``einsum``, for the layer of a model that errors name if it has a path."""
-    op = "einsum" if path is None else f"einsum of layer {path!r}"
-    x, w = as_float_array(op, "x", x), as_float_array(op, "w", w)
-    check_options(op, recipe, precision, out_sharding, unsupported)
-    found = contraction(op, subscripts, x.ndim, w.ndim)
-    of_w, dtype = OfWeights(w_gather, w_amax), preferred_element_type
-    units = units_of(recipe, pad)
-    product = contract(op, x, w, found.dimension_numbers, recipe, key, dtype, None, of_w, units)
+def contract_einsum(check: LayerChecks, subscripts: str, x: ArrayLike, w: ArrayLike, options: DotOptions) -> jax.Array:
+    """Computes ``einsum``."""
+    x, w = check.float_array("x", x), check.float_array("w", w)
+    found, sharding = contraction(check.op, subscripts, x.ndim, w.ndim), options.out_sharding
+    product = contract(check, x, w, found.dimension_numbers, options._replace(out_sharding=None))
     result = product.transpose(found.order)
-    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
+    return result if sharding is None else jax.sharding.reshard(result, sharding)
+
+
+class Einsum(LayerProduct):
+    """Stands in for ``jnp.einsum`` of activations and weights, and multiplies by a recipe."""
+
+    def __call__(
+        self,
+        subscripts: str,
+        x: ArrayLike,
+        w: ArrayLike,
+        *,
+        key: jax.Array | None = None,
+        precision: object = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Placement | None = None,
+        **unsupported: object,
+    ) -> jax.Array:
+        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
+        check = self.checks(precision, out_sharding, unsupported)
+        key = self.key_or_own(check, key)
+        options = DotOptions(key, preferred_element_type, out_sharding, self.w_gather, None, self.pad)
+        return contract_einsum(check, subscripts, x, w, options)
 
 
 def contraction(op: str, subscripts: str, x_ndim: int, w_ndim: int) -> Contraction:

@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._core.tensor import Entry, NVFP4Tensor, axes_of, moved_as_bytes, ways, without_axes
-
-Placement = NamedSharding | PartitionSpec
+from .._core.mesh import AnyMesh, Entry, Placement, axes_of, place, ways
+from .._core.tensor import NVFP4Tensor, moved_as_bytes
 
 
 class Gather(NamedTuple):
     """Holds two shardings of weights [..., N, K] by their axes: as each device keeps them, and as GEMMs read them."""
 
-    mesh: Mesh | AbstractMesh
+    mesh: AnyMesh
     sharded: tuple[Entry, ...]
     gathered: tuple[Entry, ...]
 
@@ -106,7 +104,7 @@ def _check_order(op: str, names: Sequence[str], gather: Gather) -> None:
 
 
 def _entries(
-    op: str, what: str, sharding: Placement, mesh: Mesh | AbstractMesh, shape: tuple[int, ...], units: Sequence[int]
+    op: str, what: str, sharding: Placement, mesh: AnyMesh, shape: tuple[int, ...], units: Sequence[int]
 ) -> tuple[Entry, ...]:
     """Returns the entries of a sharding, one for each dimension, or says why it does not fit."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -130,16 +128,3 @@ def _entries(
                 f"{count} ways"
             )
     return entries
-
-
-def place(x: jax.Array, mesh: Mesh | AbstractMesh, entries: Sequence[Entry]) -> jax.Array:
-    """Gives ``x`` a sharding: on an Explicit mesh its type changes, on an Auto mesh XLA is told of it."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {axis for axis, kind in types.items() if kind == AxisType.Explicit}
-    if explicit:
-        wanted = PartitionSpec(*(without_axes(entry, types.keys() - explicit) for entry in entries))
-        x = jax.sharding.reshard(x, NamedSharding(mesh, wanted))
-    if AxisType.Auto in types.values():
-        others = PartitionSpec(*(without_axes(entry, explicit) for entry in entries))
-        x = lax.with_sharding_constraint(x, NamedSharding(mesh, others))
-    return x

@@ -1,20 +1,25 @@
-"""The derivative of a layer, dense or grouped: the operands of its GEMMs, and the residuals of the backward pass."""
+"""A call of a layer, dense or grouped: the checks of its arguments, the operands of its GEMMs, and its derivative."""
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Generic, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
+from .._core.mesh import Entry, Placement, axes_of_dims, match_varying, resharded
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import Accumulation, Implementation, as_key
+from .._ops.arguments import Accumulation, Checks, Implementation
 from .._ops.quantize import dequantize
-from .._primitives._base import axes_of_dims, resharded
+from .._primitives._groups import check_sizes
 from ..recipes import Recipe
 from .keys import PASS_KEY, needs_key
-from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, X, named, pack, unpack
-from .weights import Weights
+from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, T, X, named, pack, unpack
+from .weights import LayerChecks, WeightAxes, Weights
 
 Form = Literal["forward", "transposed", "original"] | None
 Given = jax.Array | None  # an argument that a call may lack
@@ -22,54 +27,81 @@ Known = Given | Pair  # of w: its amax, or its quantized forms for fprop and dgr
 Residuals = tuple[Any, Any, Given, Given]  # x and w as the backward pass reads them, key, group_sizes
 
 
-class Products(Protocol):
+class Products(ABC):
     """Computes the GEMMs of one call of a layer, of quantized operands and in high precision.
 
     ``group_sizes`` is None for a dense layer. Gradients have the dtypes of ``call.dtypes``.
     """
 
-    call: "Call"
-    weights: Weights
+    transposes_w = False  # whether dgrad transposes the w of fprop also where a quantizer could make both
 
     def __init__(self, call: "Call", group_sizes: Given, tokens: int) -> None:
         self.call, self.weights = call, call.weights
+
+    @staticmethod
+    @abstractmethod
+    def n_and_k(call: "Call", x: jax.Array, w: Operand) -> tuple[int, int]:
+        """Returns N and K; raises where x and w do not fit."""
+
+    @staticmethod
+    def tokens(call: "Call", x: jax.Array, w: Operand) -> jax.Array:
+        """Returns x [*rows, K] as the GEMMs read it; raises where its sharding and that of w do not fit."""
+        return x
 
     def masked(self, x: jax.Array) -> jax.Array:
         """Returns x [*rows, K] without what rows hold that no GEMM reads."""
         return x
 
+    @abstractmethod
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         """Quantizes w along its last axis and along the one before, by the specs that are given."""
 
-    def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
+    @abstractmethod
+    def fprop(self, x: Operand, w: NVFP4Tensor, bias: Given) -> jax.Array:
         """Computes y of w [..., N, K]."""
 
-    def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array: ...
+    @abstractmethod
+    def fprop_in_high_precision(self, x: jax.Array, w: jax.Array, bias: Given) -> jax.Array: ...
 
+    @abstractmethod
     def dgrad(self, dy: NVFP4Tensor, w: NVFP4Tensor) -> jax.Array:
         """Computes dx of w [..., K, N]."""
 
+    @abstractmethod
     def dgrad_in_high_precision(self, dy: jax.Array, w: Operand) -> jax.Array:
         """Computes dx of the original w, or of the one that fprop read."""
 
+    @abstractmethod
     def wgrad(self, dy: NVFP4Tensor, x: NVFP4Tensor) -> jax.Array:
         """Computes dw, in the axes of w, of dy and x quantized along their rows."""
 
+    @abstractmethod
     def wgrad_in_high_precision(self, dy: jax.Array, x: jax.Array) -> jax.Array: ...
 
 
-class Call(NamedTuple):
-    """Holds the static arguments of one call of a layer."""
+class OfOperands(NamedTuple, Generic[T]):
+    """Holds one value for each operand that may have a gradient."""
 
-    op: str
+    x: T
+    w: T
+    bias: T
+
+
+_NO_AXES: OfOperands[tuple[Entry, ...]] = OfOperands((), (), ())
+_NO_DTYPES: OfOperands[Any] = OfOperands(None, None, None)
+
+
+@dataclass(frozen=True)
+class Call(LayerChecks):
+    """Holds the static arguments of one call of a layer, and checks the others."""
+
+    weights: Weights
     products: type[Products]
-    recipe: Recipe
-    out_dtype: Any
+    out_dtype: Any = None  # None is that of x
     accumulation: Accumulation = "fast"
     implementation: str | None = None
-    weights: Weights = Weights()
-    axes: tuple[Any, ...] = (None, None, None)  # mesh axes of x, w and bias by dimension, for their gradients
-    dtypes: tuple[Any, ...] = (None, None, None)  # of the same; None has no gradient
+    axes: OfOperands[tuple[Entry, ...]] = _NO_AXES  # mesh axes by dimension, for gradients
+    dtypes: OfOperands[Any] = _NO_DTYPES  # None has no gradient
     differentiated: bool = True
 
     @property
@@ -82,8 +114,8 @@ class Call(NamedTuple):
     def with_types(self, *operands: Operand | None) -> "Call":
         """Returns the call with mesh axes and dtypes of x, w and bias; those of a tensor have no gradient."""
         arrays = [v if isinstance(v, jax.Array) else None for v in operands]
-        axes = tuple(None if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in arrays)
-        return self._replace(axes=axes, dtypes=tuple(None if v is None else v.dtype for v in arrays))
+        axes = OfOperands(*(() if v is None else tuple(axes_of_dims(jax.typeof(v))) for v in arrays))
+        return replace(self, axes=axes, dtypes=OfOperands(*(None if v is None else v.dtype for v in arrays)))
 
     @property
     def kept(self) -> tuple[Form, Form]:
@@ -92,6 +124,22 @@ class Call(NamedTuple):
             return None, None
         return _form(self.recipe.wgrad, False), _form(self.recipe.dgrad, self.weights.one)
 
+    def dtype_of_x(self, x: jax.Array) -> None:
+        """Refuses an array that the forward GEMM does not read."""
+        fprop = self.recipe.fprop
+        if fprop is not None and fprop.x is None and x.dtype == jnp.float32:
+            raise TypeError(f"{self.op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+
+    def needed_key(self, key: Given) -> Given:
+        """Returns the key if the recipe needs one, else None. Only a call with gradients needs one for them."""
+        if not self.recipe.stochastic:
+            return None
+        if key is None:
+            if self.recipe.stochastic_forward:
+                raise needs_key(self.op, PASS_KEY)
+            return None
+        return self.key(key)
+
 
 def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
     if gradient is None:
@@ -99,26 +147,66 @@ def _form(gradient: tuple | Literal["dequantized"] | None, one: bool) -> Form:
     return "forward" if gradient == "dequantized" or one else "transposed"
 
 
-def check_dtype_of_x(op: str, recipe: Recipe, x: jax.Array) -> None:
-    if recipe.fprop is not None and recipe.fprop.x is None and x.dtype == jnp.float32:
-        raise TypeError(f"{op}: x must be bfloat16 or float16 for a weight-only recipe, got {x.dtype}")
+def call_of(
+    op: str,
+    products: type[Products],
+    recipe: Recipe,
+    w_axes: WeightAxes,
+    out_dtype: DTypeLike | None,
+    accumulation: Accumulation,
+    implementation: str | None,
+    kernels: Sequence[str],
+) -> Call:
+    """Checks the settings of ``linear`` and ``grouped_linear``."""
+    check = Checks(op)
+    check.lowering(implementation, kernels)
+    check.choice("accumulation", accumulation, get_args(Accumulation))
+    check.choice("w_axes", w_axes, get_args(WeightAxes))
+    dtype = None if out_dtype is None else check.float_dtype("out_dtype", out_dtype)
+    return Call(op, recipe, Weights(w_axes), products, dtype, accumulation, implementation)
 
 
-def recipe_key(op: str, recipe: Recipe, key: Given) -> Given:
-    """Returns the key if the recipe needs one, else None. Only a call with gradients needs one for them."""
-    if not recipe.stochastic:
-        return None
-    if key is None:
-        if recipe.stochastic_forward:
-            raise needs_key(op, PASS_KEY)
-        return None
-    return as_key(op, key)
+def multiply(
+    call: Call,
+    x: ArrayLike,
+    w: object,
+    key: Given,
+    w_gather: tuple[Placement, Placement] | None,
+    *,
+    w_amax: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    group_sizes: ArrayLike | None = None,
+) -> jax.Array:
+    """Checks the arguments of a layer and computes it."""
+    products, known = call.products, call.weight_amax(w, w_amax)
+    w, forms, recipe = call.operand(w)
+    call = replace(call, recipe=recipe)
+    key = call.needed_key(key)
+    x = call.float_array("x", x)
+    bias = None if bias is None else call.float_array("bias", bias)
+    sizes = None if group_sizes is None else call.group_sizes(group_sizes, math.prod(x.shape[:1]))
+    call.dtype_of_x(x)
+    n, k = products.n_and_k(call, x, w)
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"{call.op}: bias must have shape (N,)=({n},), got {bias.shape}")
+    if sizes is not None:
+        check_sizes(call.op, sizes, w.shape[0])
+    call.contractions(w.shape, n, k)
+    weights, w = call.placed(w, w_gather)
+    one = recipe.one_weight and (w_gather is not None or (products.transposes_w and forms is None))
+    call = replace(call, weights=weights._replace(one=one), out_dtype=call.out_dtype or x.dtype)
+    leaves, structure = jax.tree.flatten((products.tokens(call, x, w), w, bias, sizes, forms))
+    # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
+    *operands, sizes, forms = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, known)))
+    sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
+    y = layer(*operands, key, known if forms is None else forms, sizes, call.with_types(*operands))
+    return y.reshape(*x.shape[:-1], n)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def layer(x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, call: Call) -> jax.Array:
     """Computes y [*rows, N] of x [*rows, K]; ``call`` says of which w."""
-    return _forward(x, w, bias, key, known, group_sizes, call._replace(differentiated=False))[0]
+    return _forward(x, w, bias, key, known, group_sizes, replace(call, differentiated=False))[0]
 
 
 def _forward(
@@ -186,7 +274,7 @@ def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, .
     else:
         dw = products.wgrad(dy_t, x)
     rows = tuple(range(dy.ndim - 1))
-    db = None if call.dtypes[2] is None else jnp.sum(dy.astype(jnp.float32), rows).astype(call.dtypes[2])
+    db = None if call.dtypes.bias is None else jnp.sum(dy.astype(jnp.float32), rows).astype(call.dtypes.bias)
     gradients = zip((dx, dw, db), call.axes, strict=True)
     return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
 

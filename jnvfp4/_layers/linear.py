@@ -1,42 +1,25 @@
 """``linear``, the differentiable product of an array with weights."""
 
 import math
-from typing import get_args
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core.tensor import Entry, NVFP4Tensor
+from .._core.mesh import Axes, Entry, Placement, axes_of, axes_of_dims, resharded, without_axes
+from .._core.tensor import NVFP4Tensor
 from .._native import plans
-from .._ops.arguments import (
-    Accumulation,
-    as_float_array,
-    check_implementation,
-    float_dtype,
-    operation,
-)
+from .._ops.arguments import Accumulation, operation
 from .._ops.matmul import contract_rows, matmul_nt
-from .._primitives._base import Axes, axes_of, axes_of_dims, match_varying, resharded, without_axes
 from .._primitives._products import product
 from ..recipes import DEFAULT, Recipe
-from ..spec import check_choice
-from .gather import Placement, as_pair
-from .layer import Call, Given, Products, check_dtype_of_x, dense, layer, recipe_key
+from .gather import as_pair
+from .layer import Call, Given, Products, call_of, dense, multiply
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W
-from .weights import (
-    QuantizedWeight,
-    WeightAxes,
-    Weights,
-    as_weight_amax,
-    check_contractions,
-    check_recipe,
-    placed,
-    quantized_along,
-    turned,
-    weights_and_recipe,
-)
+from .weights import QuantizedWeight, WeightAxes, quantized_along
 
 
 @operation
@@ -73,10 +56,10 @@ def linear(
         ``recipes.pretrain(stochastic_rounding=False)``: it quantizes all three GEMMs and needs no key.
       bias: [N], any float dtype, added in float32 before the cast.
       key: a JAX PRNG key, needed for gradients if the recipe rounds stochastically (``recipe.stochastic``), without
-        gradients only if the forward GEMM does (``recipe.stochastic_forward``), and otherwise unused. Give each layer,
-        each step, each iteration of a loop and each example of vmap its own: a key from outside a loop, or a constant
-        of the jitted function, draws the same bits each time, which only ``step_key`` refuses. x, w and dy draw from
-        ``jax.random.fold_in(key, i)`` for i = 0, 1, 2. If w is an NVFP4Tensor, only the rounding of x can need a key.
+        gradients only if the forward GEMM does (``recipe.stochastic_forward``), and otherwise unused. Give each layer
+        and each step its own. x, w and dy draw from ``jax.random.fold_in(key, i)`` for i = 0, 1, 2, with the bits of
+        their amax folded in, so that other data draw other bits (docs/numerics.md). If w is an NVFP4Tensor, only the
+        rounding of x can need a key.
       out_dtype: float32, bfloat16 or float16; the dtype of x if None.
       accumulation: as in ``matmul_nt``, for every GEMM of quantized operands, forward and backward. XLA computes GEMMs
         in high precision, in its own order.
@@ -104,102 +87,55 @@ def linear(
     Raises:
       ValueError, TypeError: shapes or dtypes do not fit; the message names them.
     """
-    op = "linear"
-    check_implementation(op, implementation, plans.matmul_kernels())
-    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
-    check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
-    dtype = None if out_dtype is None else float_dtype(op, "out_dtype", out_dtype)
-    call = Call(op, Dense, recipe, dtype, accumulation, implementation, Weights(w_axes))
-    return call_linear(call, x, w, bias, key, as_pair(op, w_gather), w_amax)
-
-
-def call_linear(
-    call: Call,
-    x: ArrayLike,
-    w: ArrayLike | NVFP4Tensor | QuantizedWeight,
-    bias: ArrayLike | None,
-    key: jax.Array | None,
-    w_gather: tuple[Placement, Placement] | None = None,
-    w_amax: ArrayLike | None = None,
-) -> jax.Array:
-    """Checks the arguments and flattens the leading axes of x."""
-    op, recipe = call.op, call.recipe
-    check_recipe(op, recipe)
-    w_amax = as_weight_amax(op, recipe, w, w_amax)
-    w, forms, recipe = weights_and_recipe(op, recipe, w, call.weights.order)
-    key = recipe_key(op, recipe, key)
-    x = as_float_array(op, "x", x)
-    bias = None if bias is None else as_float_array(op, "bias", bias)
-    check_dtype_of_x(op, recipe, x)
-    n, k = _weight_sizes(call, x, w)
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"{op}: bias must have shape (N,)=({n},), got {bias.shape}")
-    check_contractions(op, w.shape, n, k, recipe)
-    weights, w = placed(op, recipe, call.weights, w, w_gather)
-    weights = weights._replace(one=recipe.one_weight and w_gather is not None)
-    tokens = x if _keeps_axes(op, x, recipe) else x.reshape(math.prod(x.shape[:-1]), k)
-    leaves, structure = jax.tree.flatten((tokens, w, bias, forms))
-    # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    *operands, forms = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, w_amax)))
-    call = call._replace(recipe=recipe, weights=weights, out_dtype=call.out_dtype or x.dtype).with_types(*operands)
-    _check_axes_of_result(call, *operands[:2])
-    y = layer(*operands, key, w_amax if forms is None else forms, None, call)
-    return y.reshape(*x.shape[:-1], n)
-
-
-# ---------------------------------------------------------------- checks
-def _weight_sizes(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
-    """Returns N and K."""
-    if w.ndim != 2:
-        names = ", ".join(call.weights.ordered("N", "K"))
-        raise ValueError(f"{call.op}: w must have rank 2, [{names}], got w.shape={w.shape}")
-    n, k = call.weights.ordered(*w.shape)
-    if x.ndim < 1 or x.shape[-1] != k:
-        which = "last" if call.weights.order == "nk" else "first"
-        raise ValueError(
-            f"{call.op}: the last axis of x and the {which} axis of w must have the same size K, "
-            f"got x.shape={x.shape}, w.shape={w.shape}{turned(call.op, call.weights, x, w)}"
-        )
-    return n, k
-
-
-def _keeps_axes(op: str, x: jax.Array, recipe: Recipe) -> bool:
-    """Says whether the leading axes of x stay apart, since XLA cannot merge axes that are sharded.
-
-    They are flattened where a block of tokens would be in two of them. An Explicit mesh allows that only if the first
-    alone is sharded.
-    """
-    unit = recipe.unit_of_tokens
-    if x.ndim > 2 and x.shape[-2] % unit == 0:
-        return True
-    if any(entry is not None for entry in axes_of_dims(jax.typeof(x))[1:-1]):
-        raise ValueError(
-            f"{op}: where a leading axis of x other than the first is sharded on an Explicit mesh, the last leading "
-            f"axis must be a multiple of {unit}, since recipe has blocks along it, got {jax.typeof(x)}; pad x, or "
-            "reshard it"
-        )
-    return False
-
-
-def _check_axes_of_result(call: Call, x: jax.Array, w: Operand) -> None:
-    """Refuses an axis of an Explicit mesh that the result would have twice, as ``lax.dot_general`` does."""
-    of_w = jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w)
-    of_n, which = call.weights.ordered(*axes_of_dims(of_w))[0], f"w {of_w}"
-    if (gather := call.weights.gather) is not None:
-        of_n, which = gather.gathered[0], f"w_gather.gathered, {PartitionSpec(*gather.gathered)} of [N, K]"
-    rows = {axis for entry in axes_of_dims(jax.typeof(x))[:-1] for axis in axes_of(entry)}
-    shared = [axis for axis in axes_of(of_n) if axis in rows]
-    if shared:
-        raise ValueError(
-            f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, got "
-            f"{shared[0]!r} for both, in x {jax.typeof(x)} and {which}; gather w by w_gather, or shard it along K, "
-            "over which its packed bytes are gathered"
-        )
+    call = call_of("linear", Dense, recipe, w_axes, out_dtype, accumulation, implementation, plans.matmul_kernels())
+    return multiply(call, x, w, key, as_pair(call.op, w_gather), w_amax=w_amax, bias=bias)
 
 
 # ---------------------------------------------------------------- the GEMMs
 class Dense(Products):
     """Computes the GEMMs of x [*rows, K] and one matrix w, split over devices as their operands and gradients are."""
+
+    @staticmethod
+    def n_and_k(call: Call, x: jax.Array, w: Operand) -> tuple[int, int]:
+        if w.ndim != 2:
+            names = ", ".join(call.weights.ordered("N", "K"))
+            raise ValueError(f"{call.op}: w must have rank 2, [{names}], got w.shape={w.shape}")
+        n, k = call.weights.ordered(*w.shape)
+        if x.ndim < 1 or x.shape[-1] != k:
+            which = "last" if call.weights.order == "nk" else "first"
+            raise ValueError(
+                f"{call.op}: the last axis of x and the {which} axis of w must have the same size K, "
+                f"got x.shape={x.shape}, w.shape={w.shape}{call.turned(x, w)}"
+            )
+        return n, k
+
+    @staticmethod
+    def tokens(call: Call, x: jax.Array, w: Operand) -> jax.Array:
+        """Keeps the leading axes of x apart, since XLA cannot merge axes that are sharded.
+
+        They are flattened where a block of tokens would be in two of them. An Explicit mesh allows that only if the
+        first alone is sharded. It has no axis for both the rows and the columns of a result, as in ``lax.dot_general``.
+        """
+        of_rows, unit = axes_of_dims(jax.typeof(x))[:-1], call.recipe.unit_of_tokens
+        flatten = x.ndim < 3 or x.shape[-2] % unit != 0
+        if flatten and any(entry is not None for entry in of_rows[1:]):
+            raise ValueError(
+                f"{call.op}: where a leading axis of x other than the first is sharded on an Explicit mesh, the last "
+                f"leading axis must be a multiple of {unit}, since recipe has blocks along it, got {jax.typeof(x)}; "
+                "pad x, or reshard it"
+            )
+        of_w = jax.typeof(w.data if isinstance(w, NVFP4Tensor) else w)
+        of_n, which = call.weights.ordered(*axes_of_dims(of_w))[0], f"w {of_w}"
+        if (gather := call.weights.gather) is not None:
+            of_n, which = gather.gathered[0], f"w_gather.gathered, {PartitionSpec(*gather.gathered)} of [N, K]"
+        rows = {axis for entry in of_rows for axis in axes_of(entry)}
+        if shared := [axis for axis in axes_of(of_n) if axis in rows]:
+            raise ValueError(
+                f"{call.op}: the leading axes of x and N of w must be sharded over different axes of an Explicit mesh, "
+                f"got {shared[0]!r} for both, in x {jax.typeof(x)} and {which}; gather w by w_gather, or shard it "
+                "along K, over which its packed bytes are gathered"
+            )
+        return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if flatten else x
 
     def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         return quantized_along(w, specs, quantizer, quantizer.key_of(W, *specs), amax)
@@ -220,29 +156,31 @@ class Dense(Products):
         return (y + bias.astype(jnp.float32)[(None,) * (y.ndim - 1)]).astype(self.call.out_dtype)
 
     def dgrad(self, dy: NVFP4Tensor, w: NVFP4Tensor) -> jax.Array:
-        return self._gradient(dy, _gathered_as(self.call.axes[0][-1], w, 0), 1, 0)
+        return self._gradient(dy, _gathered_as(self.call.axes.x[-1], w, 0), 1, self.call.axes.x, self.call.dtypes.x)
 
     def dgrad_in_high_precision(self, dy: jax.Array, w: Operand) -> jax.Array:
         call, axis = self.call, 0 if isinstance(w, NVFP4Tensor) else -1 - self.weights.k_axis
-        w = dense(_gathered_as(call.axes[0][-1], w, 1 - axis), dy.dtype, call.common)
-        return _high_precision(dy, w, ([dy.ndim - 1], [axis]), call.dtypes[0], call.axes[0])
+        w = dense(_gathered_as(self.call.axes.x[-1], w, 1 - axis), dy.dtype, call.common)
+        return _high_precision(dy, w, ([dy.ndim - 1], [axis]), call.dtypes.x, self.call.axes.x)
 
     def wgrad(self, dy: NVFP4Tensor, x: NVFP4Tensor) -> jax.Array:
-        return self._gradient(*self.weights.ordered(dy, x), dy.data.ndim - 1, 1)
+        return self._gradient(*self.weights.ordered(dy, x), dy.data.ndim - 1, self.call.axes.w, self.call.dtypes.w)
 
     def wgrad_in_high_precision(self, dy: jax.Array, x: jax.Array) -> jax.Array:
         rows = list(range(dy.ndim - 1))
         operands = self.weights.ordered(dy, x)
-        return _high_precision(*operands, (rows, rows), self.call.dtypes[1], self.call.axes[1])
+        return _high_precision(*operands, (rows, rows), self.call.dtypes.w, self.call.axes.w)
 
-    def _gradient(self, a: NVFP4Tensor, b: NVFP4Tensor, contracted: int, of: int) -> jax.Array:
-        """Multiplies over the last ``contracted`` axes of each, for the gradient of operand ``of``."""
+    def _gradient(
+        self, a: NVFP4Tensor, b: NVFP4Tensor, contracted: int, axes: Sequence[Entry], dtype: np.dtype
+    ) -> jax.Array:
+        """Multiplies over the last ``contracted`` axes of each, for a gradient with these mesh axes."""
         of_a, of_b = (axes_of_dims(jax.typeof(t.data)) for t in (a, b))
         summed = of_a[-contracted:] + of_b[1:]
-        of_a[:-contracted], of_b[0] = _as_gradient(of_a[:-contracted], of_b[0], summed, self.call.axes[of])
+        of_a[:-contracted], of_b[0] = _as_gradient(of_a[:-contracted], of_b[0], summed, axes)
         a, b, call = resharded(a, of_a), resharded(b, of_b), self.call
         return contract_rows(
-            a, b, contracted, out_dtype=call.dtypes[of], accumulation=call.accumulation, implementation=call.common
+            a, b, contracted, out_dtype=dtype, accumulation=call.accumulation, implementation=call.common
         )
 
 
@@ -254,7 +192,7 @@ def _gathered_as(of_dx: Entry, w: T, axis: int) -> T:
 
 
 def _high_precision(
-    a: jax.Array, b: jax.Array, contracted: tuple[list[int], list[int]], dtype: DTypeLike, axes: Axes
+    a: jax.Array, b: jax.Array, contracted: tuple[list[int], list[int]], dtype: DTypeLike, axes: Sequence[Entry]
 ) -> jax.Array:
     """Multiplies original or dequantized operands over axes that leave b one, accumulated in float32."""
     of_a, of_b = (axes_of_dims(jax.typeof(operand)) for operand in (a, b))
@@ -274,7 +212,7 @@ def _high_precision(
     return product(a, b, contracted, sharding).astype(dtype)
 
 
-def _as_gradient(of_a: Axes, of_b: Entry, summed: Axes, axes: Axes) -> tuple[Axes, Entry]:
+def _as_gradient(of_a: Axes, of_b: Entry, summed: Axes, axes: Sequence[Entry]) -> tuple[Axes, Entry]:
     """Returns the mesh axes for rows of a and of b in a product that will have ``axes``; ``summed`` are those of sums.
 
     An axis that both have is removed from a where the gradient has it on b's, else from b. Rows that are whole are

@@ -73,7 +73,7 @@ class Quantizer(NamedTuple):
         whole = _pad_rows(x, unit)
         sides = zip(specs, (False, True), amax, strict=True)
         wanted = [Orientation(spec, transpose, given) for spec, transpose, given in sides if spec is not None]
-        made = iter(quantize_sides(whole, wanted, x.ndim - 1, key, self.implementation))
+        made = iter(quantize_sides(whole, wanted, x.ndim - 1, key, self.implementation, in_layer=True))
         row, col = (None if spec is None else next(made) for spec in specs)
         return row if row is None else _crop_rows(row, x.shape[0]), col
 

@@ -1,8 +1,7 @@
 """The weights of a layer: trained or frozen, their axis order, and their shardings at rest and as GEMMs read them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FunctionType
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -11,14 +10,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .. import recipes
+from .._core.mesh import Placement
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import Implementation, as_amax, as_float_array, check_implementation, describe
+from .._ops.arguments import Checks, Implementation, describe
 from .._ops.quantize import transpose
 from .._primitives._checks import check_parts
-from ..recipes import DEFAULT, Recipe
-from ..spec import Format, QuantSpec, check_choice, name_of
-from .gather import Gather, Placement, as_gather
+from ..recipes import DEFAULT, Recipe, to_recipe
+from ..spec import Format, name_of
+from .gather import Gather, as_gather
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, pack
 
 WeightAxes = Literal["nk", "kn"]
@@ -109,11 +108,11 @@ class QuantizedWeight:
         Raises:
           ValueError, TypeError: shapes, dtypes or arguments do not fit; the message names them.
         """
-        op = "QuantizedWeight.of"
-        check_recipe(op, recipe)
-        check_choice(op, "w_axes", w_axes, get_args(WeightAxes))
-        check_implementation(op, implementation)
-        array, weights, specs = as_float_array(op, "w", w), Weights(w_axes), recipe.weight_specs
+        op, weights = "QuantizedWeight.of", Weights(w_axes)
+        check = LayerChecks(op, recipe, weights)
+        check.choice("w_axes", w_axes, get_args(WeightAxes))
+        check.lowering(implementation)
+        array, specs = check.float_array("w", w), recipe.weight_specs
         if any(spec is not None and spec.rounding == "stochastic" for spec in specs):
             raise ValueError(
                 f"{op}: recipe must round w to nearest, got {_names(specs)}; microbatches would share the random bits, "
@@ -124,8 +123,8 @@ class QuantizedWeight:
                 f"{op}: w must have rank 2, [{', '.join(weights.ordered('N', 'K'))}], got w.shape={array.shape}; use "
                 "jax.vmap for a stack of layers or experts, each of which has an amax of its own"
             )
-        check_contractions(op, array.shape, *weights.ordered(*array.shape), recipe)
-        amax, values = as_weight_amax(op, recipe, array, w_amax), lax.stop_gradient(array)
+        check.contractions(array.shape, *weights.ordered(*array.shape))
+        amax, values = check.weight_amax(array, w_amax), lax.stop_gradient(array)
         pair = quantized_along(values, weights.ordered(*specs), Quantizer(None, implementation), None, amax)
         return cls(array, *weights.ordered(*pair), specs, w_axes)
 
@@ -140,131 +139,131 @@ def _names(specs: SpecPair) -> str:
     return " and ".join("None" if spec is None else name_of(spec) for spec in specs)
 
 
-def _forms_of(op: str, recipe: Recipe, w: QuantizedWeight, order: WeightAxes) -> Pair:
-    """Checks w, and returns its forms for fprop and dgrad, with scales as bytes."""
-    if w.w_axes != order:
-        raise ValueError(
-            f"{op}: w_axes must be {w.w_axes!r} for a QuantizedWeight that was made with it, got {order!r}"
-        )
-    if w.specs != recipe.weight_specs:
-        raise ValueError(
-            f"{op}: w must be quantized by the specs of w in recipe.fprop and recipe.dgrad, "
-            f"{_names(recipe.weight_specs)}, got {_names(w.specs)}; make it by QuantizedWeight.of(w, recipe)"
-        )
-    for form, axes in ((w.fprop, "nk"), (w.dgrad, "kn")):
-        if form is not None and w.array.shape != (*form.shape[:-2], *form.shape[-2:][:: 1 if axes == order else -1]):
-            raise ValueError(
-                f"{op}: w.array must have the shape of what was quantized, got {w.array.shape} beside a form of shape "
-                f"{form.shape}; make it by QuantizedWeight.of(w, recipe)"
-            )
-    return pack(w.fprop), pack(w.dgrad)
-
-
-def weights_and_recipe(op: str, recipe: Recipe, w: object, order: WeightAxes) -> tuple[Operand, Pair | None, Recipe]:
-    """Checks w; returns its array or tensor, its quantized forms, and the recipe, by which a tensor has no gradient."""
-    if isinstance(w, QuantizedWeight):
-        return as_float_array(op, "w.array", w.array), _forms_of(op, recipe, w, order), recipe
-    if not isinstance(w, NVFP4Tensor):
-        return as_float_array(op, "w", w), None, recipe
-    if recipe.fprop is None:
-        raise ValueError(
-            f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
-        )
-    x_spec, w_spec = recipe.fprop
-    if order != "nk":
-        raise ValueError(
-            f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
-            f"{order!r}; {made_of(w)}"
-        )
-    if w.format != w_spec.format:
-        raise ValueError(
-            f"{op}: w must have the format of recipe.fprop.w, {w_spec.format.name}, got {w.format.name}; choose a "
-            f"recipe whose spec of w has that format{_FITTING.get(w.format, '')}"
-        )
-    check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
-    # How w was quantized does not matter any more: neither its blocks nor its rounding.
-    return w, None, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
-
-
-def placed(
-    op: str, recipe: Recipe, weights: Weights, w: Operand, w_gather: tuple[Placement, Placement] | None
-) -> tuple[Weights, Operand]:
-    """Places w as each device keeps it: outside the custom derivative, so that the gradient of w has this place too."""
-    weights, matrices = weights._replace(frozen=isinstance(w, NVFP4Tensor)), (1,) * (w.ndim - 2)
-    if isinstance(w, NVFP4Tensor):
-        if w_gather is not None:
-            units = (*matrices, 1, w.format.unit)
-            weights = weights._replace(gather=as_gather(op, "w_gather", w_gather, w.data, w.shape, units))
-        return weights, pack(w)
-    if w_gather is None:
-        return weights, w
-    units = (*matrices, *weights.ordered(*recipe.weight_blocks))
-    gather = as_gather(op, "w_gather", w_gather, w, w.shape, units)
-    return weights._replace(gather=gather if weights.order == "nk" else gather.reversed), gather.constrain(w)
-
-
 def made_of(w: NVFP4Tensor) -> str:
     lead, function = ("", "quantize") if w.ndim == 2 else ("G, ", "jax.vmap of quantize")
     return f"make it of w [{lead}K, N] by {function}(w, transpose=True)"
 
 
-def turned(op: str, weights: Weights, x: jax.Array, w: Operand) -> str:
-    """Returns the end of an error for w whose other axis has the size of K of x."""
-    if x.ndim < 1 or x.shape[-1] != w.shape[-3 - weights.k_axis]:
-        return ""
-    if isinstance(w, NVFP4Tensor):
-        return f"; {made_of(w)}"
-    if op not in ("linear", "grouped_linear"):
-        ragged = op.startswith("RaggedDot")
-        return f"; weights are [G, {', '.join(weights.order.upper())}] for w_axes={weights.order!r}" if ragged else ""
-    other = "kn" if weights.order == "nk" else "nk"
-    return f"; pass w_axes={other!r} for w [{'G, ' * (w.ndim - 2)}{', '.join(other.upper())}]"
+@dataclass(frozen=True)
+class LayerChecks(Checks):
+    """Checks the arguments of a layer with a recipe and these weights."""
 
+    recipe: Recipe
+    weights: Weights = field(default_factory=Weights)
 
-def as_weight_amax(op: str, recipe: Recipe, w: object, w_amax: ArrayLike | None) -> Amax:
-    """Checks the amax of w; a w that is quantized already has one."""
-    if w_amax is None:
-        return None
-    if isinstance(w, NVFP4Tensor | QuantizedWeight):
-        which = "an NVFP4Tensor w" if isinstance(w, NVFP4Tensor) else "a QuantizedWeight w"
-        raise ValueError(f"{op}: w_amax must be None for {which}, which has an amax, got {w_amax!r}")
-    if not recipe.takes_weight_amax:
-        raise ValueError(
-            f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
-            f"{w_amax!r}"
-        )
-    amax = as_amax(op, w_amax)
-    if amax.shape != () or amax.dtype != jnp.float32:
-        raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
-    return amax
+    def __post_init__(self) -> None:
+        """Refuses what is no recipe."""
+        recipe: object = self.recipe
+        if not isinstance(recipe, Recipe):
+            remedy = to_recipe(recipe)
+            if isinstance(recipe, jax.Array | np.ndarray) and self.op in ("linear", "grouped_linear"):
+                is_float = jnp.issubdtype(recipe.dtype, jnp.floating)
+                remedy = "" if is_float and self.op != "linear" else f"; pass {'bias' if is_float else 'key'}="
+            raise TypeError(f"{self.op}: recipe must be a Recipe, got {describe(recipe)}{remedy}")
 
-
-def to_recipe(value: object) -> str:
-    """Returns the end of an error for a spec, or for a function that makes recipes and was not called, or its name."""
-    maker = getattr(recipes, value, None) if isinstance(value, str) else value
-    if isinstance(maker, FunctionType) and maker.__module__ == recipes.__name__:
-        return f"; {'call it:' if maker is value else 'pass'} jnvfp4.recipes.{maker.__name__}()"
-    return "; make one: jnvfp4.Recipe(fprop=(x spec, w spec), ...)" if isinstance(value, QuantSpec) else ""
-
-
-def check_recipe(op: str, recipe: object) -> None:
-    if not isinstance(recipe, Recipe):
-        remedy = to_recipe(recipe)
-        if isinstance(recipe, jax.Array | np.ndarray) and op in ("linear", "grouped_linear"):
-            is_float = jnp.issubdtype(recipe.dtype, jnp.floating)
-            remedy = "" if is_float and op != "linear" else f"; pass {'bias' if is_float else 'key'}="
-        raise TypeError(f"{op}: recipe must be a Recipe, got {describe(recipe)}{remedy}")
-
-
-def check_contractions(op: str, w_shape: tuple[int, ...], n: int, k: int, recipe: Recipe) -> None:
-    _, unit = recipe.units
-    if k % unit:
-        raise ValueError(
-            f"{op}: K must be a multiple of {unit}, got K={k} in w.shape={w_shape}; pad K of x and w to {k + -k % unit}"
-        )
-    for reason, unit in recipe.needs_of_n:
-        if n % unit:
+    def operand(self, w: object) -> tuple[Operand, Pair | None, Recipe]:
+        """Returns the array or tensor of w, its quantized forms, and the recipe, by which a tensor has no gradient."""
+        op, recipe, order = self.op, self.recipe, self.weights.order
+        if isinstance(w, QuantizedWeight):
+            return self.float_array("w.array", w.array), self._forms(w), recipe
+        if not isinstance(w, NVFP4Tensor):
+            return self.float_array("w", w), None, recipe
+        if recipe.fprop is None:
             raise ValueError(
-                f"{op}: N must be a multiple of {unit}, since {reason}, got N={n} in w.shape={w_shape}; "
-                f"pad N to {n + -n % unit} or choose another recipe"
+                f"{op}: recipe.fprop must be a pair for an NVFP4Tensor w, got None; jnvfp4.dequantize gives its values"
             )
+        x_spec, w_spec = recipe.fprop
+        if order != "nk":
+            raise ValueError(
+                f"{op}: w_axes must be 'nk' for an NVFP4Tensor w, whose blocks run along its last axis, K, got "
+                f"{order!r}; {made_of(w)}"
+            )
+        if w.format != w_spec.format:
+            raise ValueError(
+                f"{op}: w must have the format of recipe.fprop.w, {w_spec.format.name}, got {w.format.name}; choose a "
+                f"recipe whose spec of w has that format{_FITTING.get(w.format, '')}"
+            )
+        check_parts(op, "w", (w.data, w.scale, w.amax), w.format)
+        # How w was quantized does not matter any more: neither its blocks nor its rounding.
+        return w, None, Recipe((x_spec, replace(w_spec, block_rows=1, rounding="nearest")), "dequantized", None)
+
+    def _forms(self, w: QuantizedWeight) -> Pair:
+        """Returns the forms of w for fprop and dgrad, with scales as bytes."""
+        op, order, specs = self.op, self.weights.order, self.recipe.weight_specs
+        if w.w_axes != order:
+            raise ValueError(
+                f"{op}: w_axes must be {w.w_axes!r} for a QuantizedWeight that was made with it, got {order!r}"
+            )
+        if w.specs != specs:
+            raise ValueError(
+                f"{op}: w must be quantized by the specs of w in recipe.fprop and recipe.dgrad, {_names(specs)}, got "
+                f"{_names(w.specs)}; make it by QuantizedWeight.of(w, recipe)"
+            )
+        for form, axes in ((w.fprop, "nk"), (w.dgrad, "kn")):
+            step = 1 if axes == order else -1
+            if form is not None and w.array.shape != (*form.shape[:-2], *form.shape[-2:][::step]):
+                raise ValueError(
+                    f"{op}: w.array must have the shape of what was quantized, got {w.array.shape} beside a form of "
+                    f"shape {form.shape}; make it by QuantizedWeight.of(w, recipe)"
+                )
+        return pack(w.fprop), pack(w.dgrad)
+
+    def placed(self, w: Operand, w_gather: tuple[Placement, Placement] | None) -> tuple[Weights, Operand]:
+        """Places w as each device keeps it: outside the custom derivative, so that so is the gradient of w."""
+        weights, matrices = self.weights._replace(frozen=isinstance(w, NVFP4Tensor)), (1,) * (w.ndim - 2)
+        if isinstance(w, NVFP4Tensor):
+            if w_gather is not None:
+                units = (*matrices, 1, w.format.unit)
+                weights = weights._replace(gather=as_gather(self.op, "w_gather", w_gather, w.data, w.shape, units))
+            return weights, pack(w)
+        if w_gather is None:
+            return weights, w
+        units = (*matrices, *weights.ordered(*self.recipe.weight_blocks))
+        gather = as_gather(self.op, "w_gather", w_gather, w, w.shape, units)
+        return weights._replace(gather=gather if weights.order == "nk" else gather.reversed), gather.constrain(w)
+
+    def turned(self, x: jax.Array, w: Operand) -> str:
+        """Returns the end of an error for w whose other axis has the size of K of x."""
+        op, order = self.op, self.weights.order
+        if x.ndim < 1 or x.shape[-1] != w.shape[-3 - self.weights.k_axis]:
+            return ""
+        if isinstance(w, NVFP4Tensor):
+            return f"; {made_of(w)}"
+        if op not in ("linear", "grouped_linear"):
+            ragged = op.startswith("RaggedDot")
+            return f"; weights are [G, {', '.join(order.upper())}] for w_axes={order!r}" if ragged else ""
+        other = "kn" if order == "nk" else "nk"
+        return f"; pass w_axes={other!r} for w [{'G, ' * (w.ndim - 2)}{', '.join(other.upper())}]"
+
+    def weight_amax(self, w: object, w_amax: ArrayLike | None) -> Amax:
+        """Returns the amax of w that is given; a w that is quantized already has one."""
+        op = self.op
+        if w_amax is None:
+            return None
+        if isinstance(w, NVFP4Tensor | QuantizedWeight):
+            which = "an NVFP4Tensor w" if isinstance(w, NVFP4Tensor) else "a QuantizedWeight w"
+            raise ValueError(f"{op}: w_amax must be None for {which}, which has an amax, got {w_amax!r}")
+        if not self.recipe.takes_weight_amax:
+            raise ValueError(
+                f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
+                f"{w_amax!r}"
+            )
+        amax = self.amax(w_amax)
+        if amax.shape != () or amax.dtype != jnp.float32:
+            raise ValueError(f"{op}: w_amax must be float32 of shape (), got {amax.dtype} of shape {amax.shape}")
+        return amax
+
+    def contractions(self, w_shape: tuple[int, ...], n: int, k: int) -> None:
+        """Refuses N and K that are no multiples of what the recipe needs."""
+        op, (_, unit) = self.op, self.recipe.units
+        if k % unit:
+            raise ValueError(
+                f"{op}: K must be a multiple of {unit}, got K={k} in w.shape={w_shape}; pad K of x and w to "
+                f"{k + -k % unit}"
+            )
+        for reason, unit in self.recipe.needs_of_n:
+            if n % unit:
+                raise ValueError(
+                    f"{op}: N must be a multiple of {unit}, since {reason}, got N={n} in w.shape={w_shape}; "
+                    f"pad N to {n + -n % unit} or choose another recipe"
+                )

@@ -1,7 +1,7 @@
 """The private corner of JAX that jnvfp4 touches, in one place. tests/test_compat.py watches it."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -136,73 +136,7 @@ def cuda_versions() -> tuple[int | None, int | None]:
         return None, None
 
 
-_MOST_OPERATIONS = 100  # of an activation, a trace has thousands
-
-
-def made_of(value: Any, arrays: Mapping[str, Any]) -> list[str] | None:
-    """Returns the name of the array that a value is, or is made of: by a cast, by a scale, or with its own norm.
-
-    Of several arrays, it is the one of the value's size. The list is empty if there are more of that size, none, or
-    other values among them; it is None if that is unknown. Only a trace records operations, and not beyond the
-    arguments of the function that is being traced.
-    """
-    names = {id(inner): name for name, array in arrays.items() for inner in _within(array)}
-    found: set[str] = set()
-    seen: set[int] = set()
-    several, todo = False, [value]
-    while todo:
-        inner = list(_within(todo.pop()))
-        if own := [names[id(v)] for v in inner if id(v) in names]:
-            found.add(own[0])
-            continue
-        operands = _operands(inner[-1])
-        if operands is None or len(seen) > _MOST_OPERATIONS:
-            return [] if several else None
-        several |= len(operands) > 1
-        todo += [v for v in operands if id(v) not in seen]
-        seen |= {id(v) for v in operands}
-    if len(found) > 1:
-        found = {name for name in found if arrays[name].size == value.size}
-    return list(found) if len(found) == 1 else []
-
-
-def _operands(value: Any) -> list[Any] | None:
-    """Returns the arrays of which an operation made what is traced, without scalars; None if that is unknown."""
-    equation = getattr(value, "parent", getattr(value, "recipe", None))  # of jit; of partial evaluation
-    operands: Any = getattr(equation, "in_tracers", None)
-    if operands is None or len(getattr(equation, "outvars", getattr(equation, "out_tracer_refs", ()))) > 1:
-        return None
-    return [v for v in operands if getattr(v, "ndim", 0)]
-
-
-def _within(value: Any) -> Iterator[Any]:
-    """Yields a value, those that transformations wrap in it, and at last what is traced, or its constant."""
-    while value is not None:
-        yield value
-        if hasattr(value, "primal"):  # of a derivative
-            value = value.primal
-        elif hasattr(value, "batch_dim"):  # of vmap
-            value = value.val
-        else:
-            value = value.get_const() if hasattr(value, "get_const") else None
-
-
 def is_mapped(*values: Any) -> bool:
     """Says whether vmap is the innermost transformation that is running, and maps one of the values."""
     trace = core.trace_ctx.trace
     return isinstance(trace, batching.BatchTrace) and any(getattr(v, "_trace", None) is trace for v in values)
-
-
-def traced_functions(tracer: core.Tracer | None = None) -> tuple[str, ...]:
-    """Lists what JAX traces a function for, outermost first: "jit", "scan", "while_body", "checkpoint / remat" ...
-
-    Without a tracer these are the functions that are being traced; with one, those within which it has its value.
-    """
-    trace = core.trace_ctx.trace if tracer is None else tracer._trace
-    found = []
-    while trace is not None:
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if info is not None:
-            found.append(info.traced_for)
-        trace = getattr(trace, "parent_trace", None)
-    return tuple(reversed(found))

@@ -6,6 +6,7 @@ A check raises ``<op>: <what> must <rule>, got <value>`` or returns the argument
 import math
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -41,93 +42,136 @@ def describe(value: object) -> str:
     return f"an array {value.dtype} {value.shape}" if isinstance(value, jax.Array | np.ndarray) else repr(value)
 
 
-def as_tensor(op: str, name: str, value: object) -> NVFP4Tensor:
-    """Returns an NVFP4Tensor; refuses anything else."""
-    if isinstance(value, NVFP4Tensor):
-        return value
-    got = describe(value) if isinstance(value, jax.Array | np.ndarray) else type(value).__name__
-    raise TypeError(f"{op}: {name} must be an NVFP4Tensor, got {got}; jnvfp4.quantize makes one of an array")
+@dataclass(frozen=True)
+class Checks:
+    """Checks the arguments of an operation, whose name errors begin with; most checks return the argument converted."""
 
+    op: str
 
-def as_array(op: str, name: str, value: object) -> jax.Array:
-    """Converts what ``jnp.asarray`` takes; refuses quantized tensors and a masked array."""
-    if isinstance(value, NVFP4Tensor):
-        raise TypeError(f"{op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values")
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(
-            f"{op}: {name} must have no mask, got a NumPy masked array; {name}.filled(0) is an array with 0 for the "
-            f"masked values, {name}.data is one with what lies under the mask"
-        )
-    dtype = value.dtype if isinstance(value, np.ndarray | np.generic) else None
-    if dtype is not None and not dtype.isnative:
-        raise TypeError(
-            f"{op}: {name} must be of native byte order, got dtype {dtype}; "
-            f'convert it with .astype({name}.dtype.newbyteorder("="))'
-        )
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        if dtype is not None:
+    def tensor(self, name: str, value: object) -> NVFP4Tensor:
+        """Returns an NVFP4Tensor; refuses anything else."""
+        if isinstance(value, NVFP4Tensor):
+            return value
+        got = describe(value) if isinstance(value, jax.Array | np.ndarray) else type(value).__name__
+        raise TypeError(f"{self.op}: {name} must be an NVFP4Tensor, got {got}; jnvfp4.quantize makes one of an array")
+
+    def array(self, name: str, value: object) -> jax.Array:
+        """Converts what ``jnp.asarray`` takes; refuses quantized tensors and a masked array."""
+        if isinstance(value, NVFP4Tensor):
             raise TypeError(
-                f"{op}: {name} must be of a dtype that JAX has ({FLOATS} for floats), got {dtype}"
-            ) from error
-        raise TypeError(f"{op}: {name} must be an array, got {reprlib.repr(value)}") from error
+                f"{self.op}: {name} must be an array, got an NVFP4Tensor; jnvfp4.dequantize gives its values"
+            )
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(
+                f"{self.op}: {name} must have no mask, got a NumPy masked array; {name}.filled(0) is an array with 0 "
+                f"for the masked values, {name}.data is one with what lies under the mask"
+            )
+        dtype = value.dtype if isinstance(value, np.ndarray | np.generic) else None
+        if dtype is not None and not dtype.isnative:
+            raise TypeError(
+                f"{self.op}: {name} must be of native byte order, got dtype {dtype}; "
+                f'convert it with .astype({name}.dtype.newbyteorder("="))'
+            )
+        try:
+            return jnp.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            if dtype is not None:
+                raise TypeError(
+                    f"{self.op}: {name} must be of a dtype that JAX has ({FLOATS} for floats), got {dtype}"
+                ) from error
+            raise TypeError(f"{self.op}: {name} must be an array, got {reprlib.repr(value)}") from error
 
+    def float_array(self, name: str, value: object) -> jax.Array:
+        """Converts like ``array``; refuses types other than float32, bfloat16 and float16."""
+        array = self.array(name, value)
+        check_float(self.op, name, array.dtype)
+        return array
 
-def as_float_array(op: str, name: str, value: object) -> jax.Array:
-    """Converts like ``as_array``; refuses types other than float32, bfloat16 and float16."""
-    array = as_array(op, name, value)
-    check_float(op, name, array.dtype)
-    return array
+    def group_sizes(self, sizes: object, rows: int) -> jax.Array:
+        """Converts like ``array``; refuses integers of the host that JAX would cut to 32 bits, and sums above M.
 
+        Primitives check more.
+        """
+        if isinstance(sizes, np.ndarray | np.generic) and sizes.dtype != np.int32:
+            raise TypeError(
+                f"{self.op}: group_sizes must be int32, got {sizes.dtype}; if all of them fit, pass "
+                "group_sizes.astype(np.int32)"
+            )
+        known = sizes if isinstance(sizes, list | tuple) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1) else ()
+        if all(isinstance(size, int | np.integer) for size in known):
+            total = sum(max(0, int(size)) for size in known)
+            if total > rows:
+                raise ValueError(f"{self.op}: group_sizes must have a sum of at most M={rows}, got {total}")
+        return self.array("group_sizes", sizes)
 
-def as_group_sizes(op: str, sizes: object, rows: int) -> jax.Array:
-    """Converts like ``as_array``; refuses integers of the host that JAX would cut to 32 bits, or at the last of M rows.
+    def amax(self, amax: ArrayLike) -> jax.Array:
+        """Converts an amax; a Python number becomes float32. The primitives refuse other dtypes."""
+        if isinstance(amax, int | float):
+            return jax.device_put(self._float32(amax))  # explicitly, which jax.transfer_guard allows
+        return self.array("amax", amax)
 
-    Primitives check more.
-    """
-    if isinstance(sizes, np.ndarray | np.generic) and sizes.dtype != np.int32:
-        raise TypeError(
-            f"{op}: group_sizes must be int32, got {sizes.dtype}; if all of them fit, pass group_sizes.astype(np.int32)"
-        )
-    known = sizes if isinstance(sizes, list | tuple) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1) else ()
-    if all(isinstance(size, int | np.integer) for size in known):
-        total = sum(max(0, int(size)) for size in known)
-        if total > rows:
-            raise ValueError(f"{op}: group_sizes must have a sum of at most M={rows}, got {total}")
-    return as_array(op, "group_sizes", sizes)
+    def _float32(self, amax: float) -> np.float32:
+        """Rounds a number; refuses one that only infinity could stand for."""
+        try:
+            with np.errstate(over="ignore"):
+                value = np.float32(amax)
+        except OverflowError:  # an int beyond float64
+            value = np.float32(np.inf)
+        if np.isinf(value) and amax not in (math.inf, -math.inf):
+            got = float(amax) if isinstance(amax, float) else f"an int of {amax.bit_length()} bits"
+            raise ValueError(
+                f"{self.op}: amax must be within float32, whose largest number is {np.finfo(np.float32).max}, got {got}"
+            )
+        return value
 
+    def amax_pair(self, amax: object) -> AmaxPair:
+        """Converts None or the pair (amax of the rows, amax of the columns), either of which may be None."""
+        if amax is None:
+            return None, None
+        if not (isinstance(amax, tuple) and len(amax) == 2):
+            raise ValueError(f"{self.op}: amax must be None or a pair (row_amax, col_amax), got {describe(amax)}")
+        row, col = (None if value is None else self.amax(value) for value in amax)
+        return row, col
 
-def as_amax(op: str, amax: ArrayLike) -> jax.Array:
-    """Converts an amax; a Python number becomes float32. The primitives refuse other dtypes."""
-    if isinstance(amax, int | float):
-        return jax.device_put(_as_float32(op, amax))  # explicitly, which jax.transfer_guard allows
-    return as_array(op, "amax", amax)
+    def lowering(self, implementation: str | None, kernels: Sequence[str] = ()) -> None:
+        """Refuses what is neither None, "native", "reference" nor the name of one of ``kernels``."""
+        check_choice(self.op, "implementation", implementation, (None, "native", *kernels, "reference"))
 
+    def spec(self, name: str, spec: object) -> None:
+        if not isinstance(spec, QuantSpec):
+            remedy = "; a recipe holds specs, such as recipe.fprop.x" if hasattr(spec, "fprop") else ""
+            remedy = "; call it: jnvfp4.spec.four_over_six()" if spec is four_over_six else remedy
+            raise TypeError(f"{self.op}: {name} must be a QuantSpec, got {describe(spec)}{remedy}")
 
-def _as_float32(op: str, amax: float) -> np.float32:
-    """Rounds a number; refuses one that only infinity could stand for."""
-    try:
-        with np.errstate(over="ignore"):
-            value = np.float32(amax)
-    except OverflowError:  # an int beyond float64
-        value = np.float32(np.inf)
-    if np.isinf(value) and amax not in (math.inf, -math.inf):
-        got = float(amax) if isinstance(amax, float) else f"an int of {amax.bit_length()} bits"
-        raise ValueError(
-            f"{op}: amax must be within float32, whose largest number is {np.finfo(np.float32).max}, got {got}"
-        )
-    return value
+    def float_dtype(self, name: str, dtype: DTypeLike | None) -> np.dtype:
+        """Converts a dtype; refuses types other than float32, bfloat16 and float16."""
+        try:
+            result = None if dtype is None else jnp.dtype(dtype)
+        except TypeError:
+            result = None
+        if result not in FLOAT_DTYPES:
+            raise TypeError(f"{self.op}: {name} must be {FLOATS}, got {dtype if result is None else result}")
+        return result
 
+    def stochastic_key(self, key: jax.Array | None, *specs: QuantSpec) -> jax.Array | None:
+        """Returns the key where one of ``specs`` rounds stochastically, and None, whatever the key, where none does."""
+        if all(spec.rounding == "nearest" for spec in specs):
+            return None
+        if key is None:
+            raise ValueError(f'{self.op}: key must be a JAX PRNG key for rounding="stochastic", got None')
+        return self.key(key)
 
-def as_amax_pair(op: str, amax: object) -> AmaxPair:
-    """Converts None or the pair (amax of the rows, amax of the columns), either of which may be None."""
-    if amax is None:
-        return None, None
-    if not (isinstance(amax, tuple) and len(amax) == 2):
-        raise ValueError(f"{op}: amax must be None or a pair (row_amax, col_amax), got {describe(amax)}")
-    row, col = (None if value is None else as_amax(op, value) for value in amax)
-    return row, col
+    def key(self, key: jax.Array) -> jax.Array:
+        """Raises unless ``key`` is one PRNG key, typed or of raw uint32 words."""
+        dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+        typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
+            raise TypeError(f"{self.op}: key must be one JAX PRNG key, as jax.random.key gives, got {describe(key)}")
+        return key
+
+    def choice(self, name: str, value: object, choices: Sequence[object]) -> None:
+        """Refuses what is not one of some values."""
+        check_choice(self.op, name, value, choices)
 
 
 @partial(jax.jit, inline=True)  # an eager call transfers no constants
@@ -136,47 +180,10 @@ def magnitude(amax: jax.Array) -> jax.Array:
     return softfloat.from_bits(softfloat.to_bits(amax) & softfloat.ABS)
 
 
-# ---------------------------------------------------------------- settings
-def check_implementation(op: str, implementation: str | None, kernels: Sequence[str] = ()) -> None:
-    """Refuses what is neither None, "native", "reference" nor the name of one of ``kernels``."""
-    check_choice(op, "implementation", implementation, (None, "native", *kernels, "reference"))
-
-
-def check_spec(op: str, name: str, spec: object) -> None:
-    if not isinstance(spec, QuantSpec):
-        remedy = "; a recipe holds specs, such as recipe.fprop.x" if hasattr(spec, "fprop") else ""
-        remedy = "; call it: four_over_six()" if spec is four_over_six else remedy
-        raise TypeError(f"{op}: {name} must be a QuantSpec, got {describe(spec)}{remedy}")
-
-
-def float_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype:
-    """Converts a dtype; refuses types other than float32, bfloat16 and float16."""
-    try:
-        result = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        result = None
-    if result not in FLOAT_DTYPES:
-        raise TypeError(f"{op}: {name} must be {FLOATS}, got {dtype if result is None else result}")
-    return result
-
-
-# ---------------------------------------------------------------- keys
-def stochastic_key(op: str, key: jax.Array | None, *specs: QuantSpec) -> jax.Array | None:
-    """Returns the key where one of ``specs`` rounds stochastically, and None, whatever the key, where none does."""
-    if all(spec.rounding == "nearest" for spec in specs):
-        return None
-    if key is None:
-        raise ValueError(f'{op}: key must be a JAX PRNG key for rounding="stochastic", got None')
-    return as_key(op, key)
-
-
-def as_key(op: str, key: jax.Array) -> jax.Array:
-    """Raises unless ``key`` is one PRNG key, typed or of raw uint32 words."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    typed = dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
-        raise TypeError(f"{op}: key must be one JAX PRNG key, as jax.random.key gives, got {describe(key)}")
-    return key
+@partial(jax.jit, inline=True)
+def fold_amax(key: jax.Array, amax: jax.Array) -> jax.Array:
+    """Folds the bits of an amax into a key, by which other data draw other bits."""
+    return jax.random.fold_in(key, softfloat.to_bits(amax))
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

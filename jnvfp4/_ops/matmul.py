@@ -15,16 +15,7 @@ from .._primitives._matmul_routes import MatmulParams
 from .._primitives._products import ProductParams
 from .._primitives.grouped_matmul import grouped_matmul_p
 from .._primitives.matmul import matmul_p
-from ..spec import check_choice
-from .arguments import (
-    Accumulation,
-    as_array,
-    as_group_sizes,
-    as_tensor,
-    check_implementation,
-    float_dtype,
-    operation,
-)
+from .arguments import Accumulation, Checks, operation
 
 
 @operation
@@ -59,15 +50,15 @@ def matmul_nt(
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
     """
-    op = "matmul_nt"
-    check_implementation(op, implementation, plans.matmul_kernels())
-    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
-    b = as_tensor(op, "b", b)
-    operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]), *parts_of(b)]
+    check = Checks("matmul_nt")
+    check.lowering(implementation, plans.matmul_kernels())
+    check.choice("accumulation", accumulation, get_args(Accumulation))
+    b = check.tensor("b", b)
+    operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [check.array("a", a)]), *parts_of(b)]
     if bias is not None:
-        operands.append(as_array(op, "bias", bias))
+        operands.append(check.array("bias", bias))
     a_format = a.format if isinstance(a, NVFP4Tensor) else None
-    params = MatmulParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype), accumulation)
+    params = MatmulParams(a_format, b.format, check.float_dtype("out_dtype", out_dtype), accumulation)
     return bind(matmul_p, *operands, params=params, implementation=implementation)[0]
 
 
@@ -106,17 +97,17 @@ def grouped_matmul_nt(
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
       NotImplementedError: where the program is compiled, if the device has no kernel of the pinned order.
     """
-    op = "grouped_matmul_nt"
-    check_implementation(op, implementation, plans.grouped_kernels())
-    check_choice(op, "accumulation", accumulation, get_args(Accumulation))
-    b = as_tensor(op, "b", b)
-    left = parts_of(a) if isinstance(a, NVFP4Tensor) else [as_array(op, "a", a)]
+    check = Checks("grouped_matmul_nt")
+    check.lowering(implementation, plans.grouped_kernels())
+    check.choice("accumulation", accumulation, get_args(Accumulation))
+    b = check.tensor("b", b)
+    left = parts_of(a) if isinstance(a, NVFP4Tensor) else [check.array("a", a)]
     data, scale, amax = parts_of(b)
     if amax.ndim == 0 and data.ndim == 3:
         amax = jnp.broadcast_to(amax, data.shape[:1])
-    operands = [*left, data, scale, amax, as_group_sizes(op, group_sizes, math.prod(left[0].shape[:1]))]
+    operands = [*left, data, scale, amax, check.group_sizes(group_sizes, math.prod(left[0].shape[:1]))]
     a_format = a.format if isinstance(a, NVFP4Tensor) else None
-    params = ProductParams(a_format, b.format, float_dtype(op, "out_dtype", out_dtype), accumulation)
+    params = ProductParams(a_format, b.format, check.float_dtype("out_dtype", out_dtype), accumulation)
     return bind(grouped_matmul_p, *operands, params=params, implementation=implementation)[0]
 
 

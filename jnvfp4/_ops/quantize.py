@@ -11,8 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import reference
+from .._core.mesh import match_varying
 from .._core.tensor import NVFP4Tensor, parts_of, take_tensor, with_scale_bytes
-from .._primitives._base import bind, match_varying
+from .._primitives._base import bind
 from .._primitives._checks import check_array, check_operand
 from .._primitives._sides import Side, find_row_amax
 from .._primitives.dequantize import DequantizeParams, dequantize_p
@@ -20,21 +21,8 @@ from .._primitives.quantize import quantize_p
 from .._primitives.quantize_pair import quantize_pair_p
 from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
 from .._primitives.transpose import check_tiles, transpose_p
-from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec, check_switch
-from .arguments import (
-    Implementation,
-    as_amax,
-    as_amax_pair,
-    as_array,
-    as_tensor,
-    check_implementation,
-    check_spec,
-    float_dtype,
-    magnitude,
-    operation,
-    random_stream,
-    stochastic_key,
-)
+from ..spec import BLOCK, FUSED_PAIRS, NVFP4, NVFP4_2D, WINDOW64, QuantSpec
+from .arguments import Checks, Implementation, fold_amax, magnitude, operation, random_stream
 
 
 @operation
@@ -78,13 +66,14 @@ def quantize(
     docs/numerics.md defines the bytes. They are the same on every platform, sharded or not. The recipe is that of
     arXiv:2509.25149; block scale, 2D tiles, 4over6 and rotation are those of NVIDIA TransformerEngine at d0067d0da.
     """
-    check_spec("quantize", "spec", spec)
-    key = stochastic_key("quantize", key, spec)
-    check_implementation("quantize", implementation)
-    array = as_array("quantize", "x", x)
-    check_array("quantize", array)
-    check_switch("quantize", "transpose", transpose)
-    given = None if amax is None else as_amax("quantize", amax)
+    check = Checks("quantize")
+    check.spec("spec", spec)
+    key = check.stochastic_key(key, spec)
+    check.lowering(implementation)
+    array = check.array("x", x)
+    check_array(check.op, array)
+    check.choice("transpose", transpose, (True, False))
+    given = None if amax is None else check.amax(amax)
     return quantize_sides(array, [Orientation(spec, transpose, given)], 1, key, implementation)[0]
 
 
@@ -126,17 +115,17 @@ def quantize_pair(
     Raises:
       ValueError, TypeError: a shape, dtype or argument does not fit; the message names it.
     """
-    op = "quantize_pair"
+    check = Checks("quantize_pair")
     for name, spec in (("row_spec", row_spec), ("col_spec", col_spec)):
-        check_spec(op, name, spec)
-    key = stochastic_key(op, key, row_spec, col_spec)
-    check_implementation(op, implementation)
-    row_amax, col_amax = as_amax_pair(op, amax)
-    array = as_array(op, "x", x)
+        check.spec(name, spec)
+    key = check.stochastic_key(key, row_spec, col_spec)
+    check.lowering(implementation)
+    row_amax, col_amax = check.amax_pair(amax)
+    array = check.array("x", x)
     sides = Orientation(row_spec, False, row_amax), Orientation(col_spec, True, col_amax)
     for side in sides:
         aval = None if side.amax is None else jax.typeof(side.amax)
-        check_operand(op, jax.typeof(array), aval, side.spec, side.transpose)
+        check_operand(check.op, jax.typeof(array), aval, side.spec, side.transpose)
     row, col = quantize_sides(array, sides, 1, key, implementation)
     return row, col
 
@@ -147,14 +136,20 @@ def quantize_sides(
     row_axes: int,
     key: jax.Array | None = None,
     implementation: Implementation = None,
+    *,
+    in_layer: bool = False,
 ) -> list[NVFP4Tensor]:
     """Quantizes x [..., *rows, K], of which ``row_axes`` axes count as one axis of rows, in some orientations.
 
     The bytes are those of x [..., M, K]. The parts keep the axes apart: [..., *rows, K], or [..., K, *rows] transposed.
-    The size of the last of these axes must be a multiple of what a block has of rows.
+    The size of the last of these axes must be a multiple of what a block has of rows. ``in_layer`` folds the largest
+    magnitude of x into the key, where a pass over x finds it for an amax.
     """
     fused = _is_fused(sides)
-    known = list(zip(sides, _known_amaxes(x, sides, row_axes, fused, implementation), strict=True))
+    amaxes, plain = _known_amaxes(x, sides, row_axes, fused, implementation)
+    known = list(zip(sides, amaxes, strict=True))
+    if in_layer and key is not None and plain is not None:
+        key = fold_amax(key, plain)
     stream = None if key is None else random_stream(key, _merged_rows(x.shape, row_axes))
     tensors: list[NVFP4Tensor] = []
     for made in [known] if fused else [[one] for one in known]:
@@ -181,8 +176,11 @@ def _is_fused(sides: Sequence[Orientation]) -> bool:
 
 def _known_amaxes(
     x: jax.Array, sides: Sequence[Orientation], row_axes: int, fused: bool, implementation: Implementation
-) -> list[jax.Array | None]:
-    """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x."""
+) -> tuple[list[jax.Array | None], jax.Array | None]:
+    """Finds the amaxes that no kernel finds itself; those of the whole tensor in one pass over x.
+
+    The largest magnitude of x comes second, None if no amax of the whole tensor is found.
+    """
     wanted = [side for side in sides if side.amax is None and not side.spec.finds_amax]
     rotated: dict[bool, jax.Array] = {}  # by whether it is that of the transposed x
     plain = None
@@ -201,7 +199,7 @@ def _known_amaxes(
         in_pair = fused and side.spec.format.amax_scope == "row"
         return find_row_amax(x, side.transpose, row_axes) if in_pair else None
 
-    return [amax_of(side) for side in sides]
+    return [amax_of(side) for side in sides], plain
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 4))
@@ -237,13 +235,13 @@ def fake_quant(
       ``dequantize(quantize(x, spec, ...), x.dtype)``, an array with the shape and dtype of ``x``. Its gradient is
       that of the identity (straight-through), and ``amax`` has none.
     """
-    op = "fake_quant"
-    check_spec(op, "spec", spec)
-    key = stochastic_key(op, key, spec)
-    check_implementation(op, implementation)
-    array = as_array(op, "x", x)
-    given = None if amax is None else as_amax(op, amax)
-    check_operand(op, jax.typeof(array), None if given is None else jax.typeof(given), spec, False)
+    check = Checks("fake_quant")
+    check.spec("spec", spec)
+    key = check.stochastic_key(key, spec)
+    check.lowering(implementation)
+    array = check.array("x", x)
+    given = None if amax is None else check.amax(amax)
+    check_operand(check.op, jax.typeof(array), None if given is None else jax.typeof(given), spec, False)
     (array,) = match_varying(array, like=(given, key))  # outside the custom derivative, as in linear
     return _fake_quant(array, spec, given, key, implementation)
 
@@ -268,10 +266,11 @@ def dequantize(
     Raises:
       ValueError, TypeError: a tensor or argument does not fit; the message names it.
     """
-    check_implementation("dequantize", implementation)
-    t = as_tensor("dequantize", "t", t)
-    check_switch("dequantize", "rotate_back", rotate_back)
-    params = DequantizeParams(t.format, float_dtype("dequantize", "dtype", dtype), rotate_back)
+    check = Checks("dequantize")
+    check.lowering(implementation)
+    t = check.tensor("t", t)
+    check.choice("rotate_back", rotate_back, (True, False))
+    params = DequantizeParams(t.format, check.float_dtype("dtype", dtype), rotate_back)
     return bind(dequantize_p, *parts_of(t), params=params, implementation=implementation)[0]
 
 
@@ -295,30 +294,30 @@ def transpose(q: NVFP4Tensor, spec: QuantSpec = NVFP4_2D, *, implementation: Imp
     Raises:
       ValueError, TypeError: a tensor or argument does not fit; the message names it.
     """
-    op = "transpose"
-    check_implementation(op, implementation)
-    q = as_tensor(op, "q", q)
-    _check_tile_spec(op, q, spec)
+    check = Checks("transpose")
+    check.lowering(implementation)
+    q = check.tensor("q", q)
+    _check_tile_spec(check, q, spec)
     check_tiles(tuple(parts_of(q)), q.format)
     if implementation == "reference":
-        _check_scales_of_tiles(op, q)
+        _check_scales_of_tiles(check.op, q)
     stored = with_scale_bytes(q)
     results = bind(transpose_p, stored.data, stored.scale, params=None, implementation=implementation)
     return take_tensor(iter(results), q.format, q.amax)
 
 
-def _check_tile_spec(op: str, q: NVFP4Tensor, spec: QuantSpec) -> None:
+def _check_tile_spec(check: Checks, q: NVFP4Tensor, spec: QuantSpec) -> None:
     """Refuses a spec whose tensors have no transpose in packed form, or that cannot be the one of q."""
-    check_spec(op, "spec", spec)
+    check.spec("spec", spec)
     other_way = "make the transpose from the original array, by quantize(..., transpose=True)"
     if spec.block_rows != BLOCK:
         raise ValueError(
-            f"{op}: spec must have block_rows={BLOCK}, got {spec} with block_rows={spec.block_rows}; {other_way}"
+            f"{check.op}: spec must have block_rows={BLOCK}, got {spec} with block_rows={spec.block_rows}; {other_way}"
         )
     if spec.format != q.format:
         raise ValueError(
-            f"{op}: spec must have the format of q, {q.format}, got {spec} with {spec.format}; pass the spec that "
-            f"made q, or {other_way}"
+            f"{check.op}: spec must have the format of q, {q.format}, got {spec} with {spec.format}; pass the spec "
+            f"that made q, or {other_way}"
         )
 
 

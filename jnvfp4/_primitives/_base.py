@@ -11,19 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .._core.tensor import axes_of as axes_of
-from .._core.tensor import ways as ways
-from .._core.tensor import without_axes as without_axes
-from .._native import compat, load
-from .self_check import checks
-from .self_check.checks import CASES, Refusal, Unchecked
+from .._core.mesh import AnyMesh, Axes, Shape, axes_of_dims, match_varying
+from .._native import compat, load, self_check
+from .._native.self_check import CASES, Refusal, Unchecked
 
 
 class Backend(NamedTuple):
@@ -40,15 +36,13 @@ class Backend(NamedTuple):
         return next((reason for name, reason in self.refused if name == kernel), "")
 
 
-Shape = tuple[int, ...]
-Axes = list  # how an array is sharded: for each dimension None, a mesh axis name, or a tuple of them
 Body = Callable[..., Sequence[jax.Array]]
 
 
 class Proposal(NamedTuple):
     """Holds the shardings that XLA proposes for a call."""
 
-    mesh: Any
+    mesh: AnyMesh
     operands: list[Axes]
     shapes: list[Shape]  # of the operands
     results: list[Axes]
@@ -60,68 +54,6 @@ class Proposal(NamedTuple):
 Partition = tuple[list[Axes], list[Axes], Callable[[Body], Body]]
 
 PRIMITIVES: list[Primitive] = []  # all that make_primitive has made
-
-
-def axes_if_divisible(mesh: Any, entry: Any, size: int, unit: int = 1) -> Any:
-    """Returns ``entry`` if it splits ``size`` elements into whole multiples of ``unit``, else None."""
-    return entry if (size // unit) % ways(mesh, entry) == 0 else None
-
-
-def axes_of_dims(aval: Any) -> Axes:
-    """Returns the sharding of a traced value, or of an operand or result of a partitioning callback."""
-    axes = [] if aval.sharding is None else list(aval.sharding.spec)  # None: GSPMD does not know it yet
-    return axes + [None] * (len(aval.shape) - len(axes))
-
-
-def resharded(tree: Any, axes: Sequence[Any]) -> Any:
-    """Gives arrays of an Explicit mesh the sharding ``axes`` by dimension; one of fewer dimensions gets the first."""
-
-    def reshard(v: jax.Array) -> jax.Array:
-        wanted = tuple(axes[: v.ndim])
-        if tuple(axes_of_dims(jax.typeof(v))) == wanted:
-            return v
-        return jax.sharding.reshard(v, NamedSharding(jax.typeof(v).sharding.mesh, PartitionSpec(*wanted)))
-
-    return jax.tree.map(reshard, tree)
-
-
-def typed(like: ShapedArray, shape: Shape, dtype: Any, axes: Axes) -> ShapedArray:
-    """Returns an aval of ``shape`` with the mesh and manual axes of ``like``; ``axes`` is its explicit sharding.
-
-    Its dtype is not weak: a quantized tensor does not follow the dtype of what it meets, even if x would have.
-    """
-    changes = {}
-    if not like.sharding.mesh.empty:
-        changes["sharding"] = like.sharding.update(spec=PartitionSpec(*axes))
-    return like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, **changes)
-
-
-def check_explicit(op: str, aval: ShapedArray, axis: int, unit: int) -> None:
-    """Refuses a sharding of an Explicit mesh that would split a block; under other meshes XLA reshards."""
-    mesh = aval.sharding.mesh
-    if mesh.empty:
-        return
-    entry = axes_of_dims(aval)[axis]
-    if axes_if_divisible(mesh, entry, aval.shape[axis], unit) != entry:
-        raise ValueError(
-            f"{op}: axis {axis} of shape {aval.shape} is sharded over {entry!r} ({ways(mesh, entry)} ways), which "
-            f"must split it into multiples of {unit}; reshard it first"
-        )
-
-
-def match_varying(*operands: jax.Array, like: Any = ()) -> tuple[jax.Array, ...]:
-    """Gives all operands the manual axes of shard_map that any of them, or any array of the tree ``like``, varies over.
-
-    ``like`` is for what a custom derivative takes beside its operands: a gradient varies over the same axes as the
-    result, so an operand must vary over them before the derivative begins.
-    """
-
-    def varying(x: jax.Array) -> frozenset:
-        return jax.typeof(x).manual_axis_type.varying
-
-    union: frozenset = frozenset().union(*map(varying, (*operands, *jax.tree.leaves(like))))
-    missing = [tuple(sorted(union - varying(x))) for x in operands]
-    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(operands, missing, strict=True))
 
 
 def bind(primitive: Primitive, *operands: jax.Array, params: Hashable, implementation: str | None) -> Any:
@@ -230,7 +162,7 @@ def _without_refused(name: str, backend: Backend, ctx: Any, params: Hashable, as
     """Checks the paths of a program on devices whose kind they never ran on, and leaves out those that fail."""
     split = len(compat.devices(ctx)) > 1
     of_program = lambda wrong: CASES[name](params, backend._replace(refused=wrong, split=split), ctx.avals_in)  # noqa: E731
-    backend = backend._replace(refused=checks.refused(of_program, compat.local_devices(ctx)))
+    backend = backend._replace(refused=self_check.refused(of_program, compat.local_devices(ctx)))
     if not (reason := backend.refusal("native")):
         return backend
     if asked is not None:
@@ -242,7 +174,7 @@ def _device_bodies(local: Callable, partition: Callable[..., Partition], rule: C
     """Returns the function from backend and parameters to the computation of one device, and the one XLA partitions."""
 
     @functools.cache  # one custom_partitioning for each: a new one would be traced and compiled again
-    def bodies(backend: Backend, params: Hashable, whole: Any = None) -> tuple[Body, Body]:
+    def bodies(backend: Backend, params: Hashable, whole: AnyMesh | None = None) -> tuple[Body, Body]:
         def one_device(*operands, params=params):
             return tuple(local(params, backend, *operands))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from ._base import Shape
+from .._core.mesh import Shape
 
 
 def batched(size: int, operand: jax.Array, dim: int | None) -> jax.Array:

@@ -5,14 +5,15 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
+from .._core.mesh import Shape, check_explicit
 from ..spec import BLOCK, WINDOW, Format, QuantSpec
-from ._base import Shape, check_explicit
 
 FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def check_float(op: str, name: str, dtype: Any) -> None:
+def check_float(op: str, name: str, dtype: DTypeLike) -> None:
     """Raises unless ``dtype`` is one of the three that kernels read and write."""
     if dtype not in FLOAT_DTYPES:
         remedy = "; cast it" if jnp.issubdtype(dtype, jnp.floating) else ""

@@ -9,9 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._base import axes_of, axes_of_dims, match_varying, resharded, without_axes
+from .._core.mesh import (
+    AnyMesh,
+    Axes,
+    Entry,
+    axes_of,
+    axes_of_dims,
+    match_varying,
+    resharded,
+    shard_index,
+    without_axes,
+)
 from ._batching import batch_size
-from ._shardings import shard_index
 
 
 def check_sizes(op: str, sizes: Any, groups: int) -> None:
@@ -136,17 +145,17 @@ def map_examples(params: Any, bind: Callable, args: Sequence[Any], dims: Sequenc
     return [resharded(y, [over, *(without_axes(entry, set(axes_of(over))) for entry in _axes(y)[1:])])], [0]
 
 
-def _axes(x: jax.Array) -> list[Any]:
+def _axes(x: jax.Array) -> Axes:
     return axes_of_dims(jax.typeof(x))
 
 
 # ---------------------------------------------------------------- sharding
-def without_shared(first: Any, second: Any) -> list[Any]:
+def without_shared(first: Entry, second: Entry) -> Axes:
     """Returns two entries of a sharding, without axes in the second that the first has."""
     return [first, without_axes(second, set(axes_of(first)))]
 
 
-def rows_of_device(mesh: Any, of: Rows, rows: tuple[Any, int], groups: tuple[Any, int]) -> Rows:
+def rows_of_device(mesh: AnyMesh, of: Rows, rows: tuple[Entry, int], groups: tuple[Entry, int]) -> Rows:
     """Returns the rows that a device has of the groups that it has, counted from its first row.
 
     ``rows`` and ``groups`` say over which mesh axes they are split, and how many a device has.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
 from .. import reference
 from .._native import plans
@@ -179,7 +180,7 @@ def _decode_then_dot(product: Product) -> jax.Array:
     )
 
 
-def decode(parts: tuple, dtype: Any) -> jax.Array:
+def decode(parts: tuple, dtype: DTypeLike) -> jax.Array:
     """Computes q * s as 16-bit floats, exact in both types."""
     data, scale, _ = parts
     result = jax.ShapeDtypeStruct((*data.shape[:-1], 2 * data.shape[-1]), dtype)

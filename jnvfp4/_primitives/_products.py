@@ -12,10 +12,10 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import NamedSharding
 
+from .._core.mesh import Axes, Entry, axes_if_divisible, axes_of, check_explicit, part_shardings, without_axes
 from ..spec import Format
-from ._base import Axes, Proposal, axes_if_divisible, axes_of, check_explicit, without_axes
+from ._base import Proposal
 from ._checks import check_parts
-from ._shardings import part_shardings
 
 DENSE_DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -108,7 +108,7 @@ def product(
 
 
 # ---------------------------------------------------------------- sharding
-def operand_shardings(a: Sequence[Any], b: Sequence[Any], shapes: Operands) -> list[list]:
+def operand_shardings(a: Axes, b: Axes, shapes: Operands) -> list[list]:
     """Returns the shardings of the operands a and b for those of their values: mesh axes, or names of a rule."""
     parts_of_a = part_shardings(a, shapes.a[2]) if len(shapes.a) == 3 else [list(a)]
     return [*parts_of_a, *part_shardings(b, shapes.b[2])]
@@ -152,17 +152,17 @@ class ProductAxes:
         self._mesh, self._wanted = proposed.mesh, proposed.results[0]
         self._taken: set[str] = set()
 
-    def claim(self, entry: Any, size: int) -> Any:
+    def claim(self, entry: Entry, size: int) -> Entry:
         """Takes the axes that no other dimension has taken, if they divide ``size``."""
         entry = axes_if_divisible(self._mesh, without_axes(entry, self._taken), size)
         self._taken.update(axes_of(entry))
         return entry
 
-    def contracted(self, of_a: Any, of_b: Any, size: int) -> Any:
+    def contracted(self, of_a: Entry, of_b: Entry, size: int) -> Entry:
         """Claims for K; where a and b do not split it alike, XLA gathers the packed parts of the one that does."""
         return self.claim(of_a if axes_of(of_a) == axes_of(of_b) else None, size)
 
-    def rows_then_column(self, rows: Axes, row_sizes: Sequence[int], col: Any, cols: int) -> Axes:
+    def rows_then_column(self, rows: Axes, row_sizes: Sequence[int], col: Entry, cols: int) -> Axes:
         """Claims for the dimensions of the result, the last of which is N.
 
         An axis that splits M and N stays with N if the result has it there: the packed rows are gathered, and not b.
@@ -178,7 +178,7 @@ class ProductAxes:
         axes = [(*axes_of(entry), *more) or None for entry, more in zip(split, scattered, strict=True)]
         return Result(axes, over, apart, scattered)
 
-    def _scattered(self, wanted: Any, entry: Any, size: int, over: tuple[str, ...]) -> tuple[str, ...]:
+    def _scattered(self, wanted: Entry, entry: Entry, size: int, over: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes of a sum that the result should have for a dimension, if they can split what is left."""
         more = tuple(axis for axis in axes_of(wanted) if axis in over)
         return more if axes_if_divisible(self._mesh, (*axes_of(entry), *more), size) else ()

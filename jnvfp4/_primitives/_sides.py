@@ -21,11 +21,23 @@ from jax.core import ShapedArray
 
 from .. import reference
 from .._core import softfloat
+from .._core.mesh import (
+    AnyMesh,
+    Axes,
+    Shape,
+    axes_of,
+    axes_of_dims,
+    first_rows,
+    keep_blocks,
+    names_of_dims,
+    shard_index,
+    typed,
+    ways,
+)
 from ..spec import BLOCK, QuantSpec
-from ._base import Axes, Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, typed, ways
+from ._base import Backend, Body, Partition, Proposal
 from ._batching import batch_size, batched, batched_amax
 from ._checks import amax_shapes, check_operand, turn
-from ._shardings import first_rows, keep_blocks, names_of_dims, shard_index
 
 
 class Side(NamedTuple):
@@ -68,7 +80,7 @@ class Side(NamedTuple):
         """Returns the items of the axes along which blocks run."""
         return turn(dims, self.transpose, self.row_axes)[-self._contracted_axes :]
 
-    def local_stream(self, mesh: Any, stream: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
+    def local_stream(self, mesh: AnyMesh, stream: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
         """Moves the index in ``stream`` from the first block of the whole x to the first of this device's part.
 
         So random bits depend on an element's place in the whole array, and not on how it is sharded.
@@ -223,7 +235,7 @@ def _shardings(dims: Sequence[Any], shapes: Sequence[Shape], sides: Sides) -> tu
     return Operands(list(dims), amax, stream).flat(), results
 
 
-def _with_local_streams(local: Body, mesh: Any, axes: Axes, shape: Shape, sides: Sides) -> Body:
+def _with_local_streams(local: Body, mesh: AnyMesh, axes: Axes, shape: Shape, sides: Sides) -> Body:
     """Gives ``local`` the random bits of the device's place in the whole x, of this sharding and shape."""
     stochastic, row_axes = any(side.spec.rounding == "stochastic" for side in sides), sides[0].row_axes
     if not stochastic or not any(axes_of(entry) for entry in axes[-1 - row_axes :]):

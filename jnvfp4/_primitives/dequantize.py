@@ -8,11 +8,11 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
+from .._core.mesh import Shape, axes_of_dims, check_explicit, keep_blocks, names_of_dims, part_shardings, typed
 from ..spec import Format
-from ._base import Backend, Partition, Proposal, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._base import Backend, Partition, Proposal, make_primitive
 from ._batching import batch_size, batched_parts
 from ._checks import check_parts
-from ._shardings import keep_blocks, names_of_dims, part_shardings
 
 
 class DequantizeParams(NamedTuple):

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
-from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed, ways
+from .._core.mesh import Shape, axes_of, axes_of_dims, typed, ways
+from ._base import Backend, Body, Partition, Proposal, make_primitive
 from ._groups import Rows, chunks_of, map_examples, rows_of_device, without_shared
 from ._products import ProductAxes, product
 

@@ -5,7 +5,7 @@ XLA expands it to a product of all rows with the matrices of all groups, or give
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 
-from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
+from .._core.mesh import Entry, Shape, axes_of, axes_of_dims, typed
+from ._base import Backend, Body, Partition, Proposal, make_primitive
 from ._groups import Rows, chunks_of, map_examples, rows_of_device, without_shared
 from ._products import ProductAxes, product
 
@@ -72,7 +73,7 @@ def _partition(p: GroupedDotParams, proposed: Proposal) -> Partition:
     return _shardings(p, m, g, c, k), [result.axes], wrap
 
 
-def _shardings(p: GroupedDotParams, row: Any, group: Any, col: Any, depth: Any) -> list[list]:
+def _shardings(p: GroupedDotParams, row: Entry, group: Entry, col: Entry, depth: Entry) -> list[list]:
     """Returns the shardings of all operands: mesh axes, or names of a sharding rule."""
     return [[row, depth], [group, depth, col] if p.b_axis == 1 else [group, col, depth], [None], [None]]
 

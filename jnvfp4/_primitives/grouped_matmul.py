@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
-from jax.lax import ragged_dot_general  # not what jnvfp4.flax.linen.intercept puts in its place
+from jax.lax import ragged_dot_general  # not what Qwix puts in its place
 
 from .. import reference
 from .._core import softfloat
+from .._core.mesh import Entry, Shape, axes_of, axes_of_dims, typed
 from .._native import plans
 from ..spec import Format
-from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._base import Backend, Body, Partition, Proposal, make_primitive
 from ._groups import check_sizes, map_examples, rows_of, rows_of_device
 from ._matmul_routes import call_kernel, decode
 from ._products import (
@@ -146,7 +147,7 @@ def _decode_then_ragged_dot(params: ProductParams, ops: Operands) -> jax.Array:
 
 
 # ---------------------------------------------------------------- sharding
-def _shardings(row: Any, group: Any, col: Any, depth: Any, n: Operands) -> list[list]:
+def _shardings(row: Entry, group: Entry, col: Entry, depth: Entry, n: Operands) -> list[list]:
     """Returns the shardings of all operands of these shapes: mesh axes, or names of a sharding rule."""
     return [*operand_shardings([row, depth], [group, col, depth], n), [None]]
 

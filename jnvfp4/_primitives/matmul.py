@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
 from .._core import softfloat
-from ._base import Backend, Body, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
+from .._core.mesh import Entry, Shape, axes_of, axes_of_dims, typed
+from ._base import Backend, Body, Partition, Proposal, make_primitive
 from ._batching import batch_size, batched, batched_parts
 from ._checks import check_float
 from ._matmul_routes import MatmulParams, multiply
@@ -64,7 +65,7 @@ def _local(params: MatmulParams, backend: Backend, *flat: jax.Array) -> Sequence
 
 
 @partial(jax.jit, static_argnames="out_dtype", inline=True)  # an eager call transfers no constants
-def _finish(y: jax.Array, *bias: jax.Array, out_dtype: Any) -> jax.Array:
+def _finish(y: jax.Array, *bias: jax.Array, out_dtype: DTypeLike) -> jax.Array:
     """Takes the kernel's last two steps, + bias and the cast.
 
     On bit patterns: XLA would delete a cast and its inverse, and its float addition flushes subnormal numbers and
@@ -145,7 +146,7 @@ def _batch_products(
 
 
 # ---------------------------------------------------------------- sharding
-def _shardings(lead: list, row: Any, col: Any, depth: list, bias: Any, n: Operands) -> list[list]:
+def _shardings(lead: list, row: Entry, col: Entry, depth: list, bias: Entry, n: Operands) -> list[list]:
     """Returns the shardings of operands of these shapes: mesh axes, or names of a sharding rule.
 
     ``lead`` are those of the leading axes of a, the others those of M, N, the axes of K and the bias.

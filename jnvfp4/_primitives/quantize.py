@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import numpy as np
 
+from .._core.mesh import axes_of, max_over_devices
 from . import _sides
-from ._base import Body, Partition, Proposal, axes_of, make_primitive
-from ._shardings import max_over_devices
+from ._base import Body, Partition, Proposal, make_primitive
 from ._sides import Operands, Side, Sides, call_ffi, find_row_amax
 
 

@@ -14,11 +14,11 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .. import reference
+from .._core.mesh import Shape, axes_of, axes_of_dims, keep_blocks, max_over_devices, names_of_dims, typed
 from ..spec import NVFP4_RHT
-from ._base import Backend, Partition, Proposal, Shape, axes_of, axes_of_dims, make_primitive, typed
+from ._base import Backend, Partition, Proposal, make_primitive
 from ._batching import batched
 from ._checks import check_operand
-from ._shardings import keep_blocks, max_over_devices, names_of_dims
 from ._sides import Side
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from .. import reference
+from .._core.mesh import Shape, axes_of_dims, check_explicit, keep_blocks, names_of_dims, typed
 from ..spec import BLOCK, Format
-from ._base import Backend, Partition, Proposal, Shape, axes_of_dims, check_explicit, make_primitive, typed
+from ._base import Backend, Partition, Proposal, make_primitive
 from ._batching import batch_size, batched
 from ._checks import check_parts, turn
-from ._shardings import keep_blocks, names_of_dims
 
 _UNITS = (BLOCK, BLOCK // 2)  # rows and bytes of a row of data that must stay on one device
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import jaxlib
 
 from .._native import compat, load, plans
+from .._native.self_check import Call, Check, outcome
 from .._primitives._sides import Side
 from .._primitives.dequantize import DequantizeParams
 from .._primitives.quantize import quantize_p
 from .._primitives.quantize_pair import quantize_pair_p, sides_of
-from .._primitives.self_check import cases
-from .._primitives.self_check.checks import Call, Check, outcome
-from .._primitives.self_check.known_answers import why_no_grouped, why_no_product
+from .._self_check import cases
+from .._self_check.known_answers import why_no_grouped, why_no_product
 from .._version import __version__
 from ..spec import NVFP4, NVFP4_2D, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Format, QuantSpec, four_over_six
 from . import support

@@ -12,10 +12,10 @@ from jax.typing import ArrayLike
 from .. import reference
 from .._core.softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
 from .._core.tensor import NVFP4Tensor
-from .._ops.arguments import as_amax, as_array, check_spec, stochastic_key
+from .._ops.arguments import Checks
 from .._ops.quantize import dequantize, quantize
 from .._primitives._checks import check_operand
-from ..spec import BLOCK, NVFP4, QuantSpec, check_switch
+from ..spec import BLOCK, NVFP4, QuantSpec
 
 LARGEST_SCALE = np.uint8(0x7E)  # 448
 CLIP = constant(6 * (1 + 2**-20))  # 6, and room for the roundings of the quantizer and of _clipped
@@ -65,12 +65,12 @@ def quantization_report(
     normal number, and NaN where one is NaN or infinite. NaN is never clipped, infinity always is unless its block
     scale is NaN; a NaN scale is neither zero nor saturated.
     """
-    op = "quantization_report"
-    check_spec(op, "spec", spec)
-    array, given = as_array(op, "x", x), None if amax is None else as_amax(op, amax)
-    check_switch(op, "transpose", transpose)
-    check_operand(op, jax.typeof(array), None if given is None else jax.typeof(given), spec, transpose)
-    return _report(array, given, stochastic_key(op, key, spec), spec, transpose)
+    check = Checks("quantization_report")
+    check.spec("spec", spec)
+    array, given = check.array("x", x), None if amax is None else check.amax(amax)
+    check.choice("transpose", transpose, (True, False))
+    check_operand(check.op, jax.typeof(array), None if given is None else jax.typeof(given), spec, transpose)
+    return _report(array, given, check.stochastic_key(key, spec), spec, transpose)
 
 
 @partial(jax.jit, static_argnums=(3, 4))  # step by step, its operations would be compiled one by one

@@ -12,14 +12,14 @@ import numpy as np
 
 from .._core.tensor import NVFP4Tensor, PyTree
 from .._native import compat, load, plans
+from .._native.self_check import Refusal, refusals
 from .._ops.arguments import OPERATIONS
 from .._ops.quantize import quantize
 from .._primitives._base import Backend
 from .._primitives._matmul_routes import MatmulParams, Product, choose, plan
 from .._primitives._products import Operands, ProductParams
 from .._primitives.grouped_matmul import plan as plan_grouped
-from .._primitives.self_check.cases import product_check
-from .._primitives.self_check.checks import Refusal, refusals
+from .._self_check.cases import product_check
 from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
 
 FP4_KERNEL = "sm100_cublaslt_nvfp4"

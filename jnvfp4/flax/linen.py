@@ -13,21 +13,13 @@ from jax.extend.core import Literal
 
 from .._core.tensor import PyTree
 from .._layers.dot_general import DotGeneral
-from .._layers.einsum import einsum_of_layer, sizes_of
-from .._layers.keys import check_step, fold_path, key_of_layer, must_vary
-from .._layers.weights import WeightAxes
+from .._layers.einsum import Einsum, sizes_of
+from .._layers.keys import fold_path, key_of_layer
 from ..policy import Layer, Policy, check_policy, depths_of, layers_of, path_of_parameter
 from ..recipes import Recipe
-from ._experts import Experts, product_of, ragged_dots
-from ._linen_loops import shares_stream
 
 __all__ = ["NVFP4DotGeneral", "dot_general_cls", "intercept"]
 
-_KEY_ARGUMENT = "pass the key to the jitted step as an argument"
-_SPLIT_RNGS = (
-    "pass split_rngs={'sr': True} to nn.scan over layers, or rngs={'sr': jax.random.fold_in(key, i)} to apply in a "
-    "loop over microbatches"
-)
 _policy_of_trace = jax.make_user_context(None)  # so that a jitted function is traced again for another policy
 
 
@@ -36,11 +28,10 @@ def intercept(policy: Policy) -> Iterator[None]:
     """Quantizes the layers of Linen models that are called within: ``with intercept(policy): model.apply(...)``.
 
     These are ``nn.Dense``, ``nn.DenseGeneral`` (also as projections of attention) and ``nn.Einsum``, and their
-    subclasses; and experts, which a module gives to ``jax.lax.ragged_dot`` or ``ragged_dot_general`` as rhs, by their
-    parameters: "block_3/moe/up". Calls by a name that was imported from ``jax.lax`` before are missed silently.
-    Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because it returns
-    only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions and other weights
-    that the policy would quantize and this function cannot; to find them a model that has some is traced once more.
+    subclasses. Parameters, their names and shapes stay as they are. ``init`` runs the model without quantizing, because
+    it returns only parameters. A layer that has a dot_general of its own keeps it. A warning names convolutions,
+    experts and other weights that the policy would quantize and this function cannot; to find them a model that has
+    some is traced once more.
 
     A recipe that rounds stochastically needs ``rngs={'sr': key}`` of ``apply``, or ``jnvfp4.step_key``. Without both
     the gradient of a layer raises; an evaluation needs neither, unless the forward GEMM rounds stochastically.
@@ -49,13 +40,11 @@ def intercept(policy: Policy) -> Iterator[None]:
       policy: which layers are quantized, and how. Paths are as in ``params``: "block_3/mlp/up".
 
     Raises:
-      ValueError: from ``apply``, as ``Policy.plan`` does; or the key of ``rngs`` or ``step_key`` is a constant of the
-        function that is being traced, which would round alike in every step.
+      ValueError: from ``apply``, as ``Policy.plan`` does.
       TypeError: policy is not a Policy.
     """
     check_policy("intercept", policy)
-    interceptor = Interceptor(policy)
-    with _policy_of_trace(policy), nn.intercept_methods(interceptor), ragged_dots(interceptor.experts):
+    with _policy_of_trace(policy), nn.intercept_methods(Interceptor(policy)):
         yield
 
 
@@ -68,8 +57,7 @@ def dot_general_cls(recipe: Recipe) -> Callable[[], nn.Module]:
 
     Returns:
       A class of modules without parameters that are called like ``jax.lax.dot_general``. The same recipe gives the same
-      class. The random bits of a layer come from ``rngs={'sr': key}`` or ``jnvfp4.step_key``. A loop that gives all
-      iterations the same stream "sr" is an error; if a loop within it splits the stream, only ``intercept`` sees that.
+      class. The random bits of a layer come from ``rngs={'sr': key}`` or ``jnvfp4.step_key``.
     """
     return partial(NVFP4DotGeneral, recipe=recipe)
 
@@ -101,13 +89,11 @@ class _LinenDot:
     """Multiplies by a recipe, with the key of the layer that is being called."""
 
     module: nn.Module
-    product: DotGeneral
-
-    def key(self) -> jax.Array | None:
-        return key_in(self.module, str(self.product.path), self.product.recipe)
+    product: DotGeneral | Einsum
 
     def __call__(self, *operands: Any, **options: Any) -> jax.Array:
-        return self.product(*operands, key=self.key(), **options)
+        key = key_in(self.module, str(self.product.path), self.product.recipe)
+        return self.product(*operands, key=key, **options)
 
 
 def key_in(module: nn.Module, path: str, recipe: Recipe) -> jax.Array | None:
@@ -116,22 +102,7 @@ def key_in(module: nn.Module, path: str, recipe: Recipe) -> jax.Array | None:
         return None
     if not module.has_rng("sr"):
         return key_of_layer(path, recipe)
-    key = _stream_of(module)
-    if _shares_stream(module):
-        raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
-    check_step(f"layer {path!r}", key, "the key of rngs={'sr': key}", _KEY_ARGUMENT)
     return fold_path(module.make_rng("sr"), path)
-
-
-def _stream_of(module: nn.Module) -> jax.Array:
-    assert module.scope is not None
-    rng: Any = module.scope.rngs["sr"]
-    return getattr(rng, "rng", rng)
-
-
-def _shares_stream(module: nn.Module) -> bool:
-    """Says whether a loop being traced gives a module the same stream "sr" in all iterations."""
-    return module.has_rng("sr") and shares_stream("sr", _stream_of(module))
 
 
 class Interceptor:
@@ -142,10 +113,6 @@ class Interceptor:
         self.shapes: Mapping[str, tuple[int, ...]] = {}
         self.depths: Mapping[str, int] = {}
         self.depth_of_calls = 0  # of models that call models
-        self.shared = False  # whether a module that is being called shares its stream, which a loop within may split
-        self.module: nn.Module | None = None  # which is being called
-        self.parameters = Experts()
-        self.reached: set[str] = set()  # paths of experts
         self.others: dict[str, Layer] = {}  # which the policy would quantize, if they multiply
         self.asked: set[str] = set()  # whether they do
         self.asks = False
@@ -154,8 +121,7 @@ class Interceptor:
         module = context.module
         if self.asks or module.scope is None or module.is_initializing():
             return call(*args, **options)
-        ask = partial(self._ask, context, args, options)
-        with nullcontext() if module.path else self._inside(module, ask), self._called(module):
+        with nullcontext() if module.path else self._inside(module, partial(self._ask, context, args, options)):
             if context.method_name == "__call__" and isinstance(module, LAYERS):
                 return self._layer(module, call, args, options)
             result = call(*args, **options)
@@ -163,17 +129,17 @@ class Interceptor:
             return result
 
     def _would_quantize(self, layer: Layer) -> bool:
-        known = layer.path in self.reached | self.asked
-        return not known and self.policy.decide(layer._replace(reason=None), self.depths).recipe is not None
+        decided = self.policy.decide(layer._replace(reason=None), self.depths)
+        return layer.path not in self.asked and decided.recipe is not None
 
     @contextmanager
     def _inside(self, model: nn.Module, ask: Callable[[], None]) -> Iterator[None]:
         """Learns the layers of a model; it may call another model, after which its own are known again."""
         known = self.shapes, self.depths, self.depth_of_calls, self.others
         layers = layers_of_params(model)
+        self.shapes, self.depths = {layer.path: layer.shape for layer in layers}, depths_of(layers)
         if not self.depth_of_calls:
             self.policy.plan(layers)  # for its checks, which are about the outermost model
-        self.shapes, self.depths = {layer.path: layer.shape for layer in layers}, depths_of(layers)
         self.depth_of_calls, self.others = self.depth_of_calls + 1, {}
         try:
             yield
@@ -198,15 +164,6 @@ class Interceptor:
         for path in self.others.keys() & found:
             self.policy.warn("intercept", self.others[path], self.depths)
 
-    @contextmanager
-    def _called(self, module: nn.Module) -> Iterator[None]:
-        before = self.shared, self.module
-        self.shared, self.module = _shares_stream(module) or (self.shared and bool(module.path)), module
-        try:
-            yield
-        finally:
-            self.shared, self.module = before
-
     def _layer(self, module: nn.Module, call: Callable, args: tuple, options: dict) -> PyTree:
         if "kernel" not in module.variables.get("params", {}):
             return call(*args, **options)  # Flax says what is missing
@@ -218,8 +175,8 @@ class Interceptor:
 
     def run(self, module: nn.Module, path: str, recipe: Recipe, call: Callable, args: tuple, options: dict) -> PyTree:
         """Runs a layer that the policy quantizes."""
-        self._check_stream(module, path, recipe)
-        dot = _LinenDot(module, DotGeneral(recipe, path, **self.policy.options_of(path)))
+        kind = Einsum if isinstance(module, nn.Einsum) else DotGeneral
+        dot = _LinenDot(module, kind(recipe, path, **self.policy.options_of(path)))
         if isinstance(module, nn.Einsum):
             return _einsum(module, dot, *args, **options)
         before = module.dot_general
@@ -228,27 +185,6 @@ class Interceptor:
             return call(*args, **options)
         finally:
             object.__setattr__(module, "dot_general", before)
-
-    def _check_stream(self, module: nn.Module, path: str, recipe: Recipe) -> None:
-        if recipe.stochastic and self.shared and module.has_rng("sr"):
-            raise must_vary(f"layer {path!r}", _SPLIT_RNGS)
-
-    def experts(self, call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any):
-        """Runs a ``ragged_dot`` by the policy."""
-        module = self.module
-        if module is None or module.is_initializing():
-            return call(lhs, rhs, *args, **options)
-        layers = experts_of(self.parameters, module, rhs, w_axes, self.shapes)
-        path = layers[0].path
-        self.reached.add(path)
-        if layers[0].reason is not None:
-            self.policy.warn("intercept", layers[0], self.depths)
-        product = product_of(self.policy, self.depths, layers)
-        if product is None:
-            return call(lhs, rhs, *args, **options)
-        self._check_stream(module, path, product.recipe)
-        key = key_in(module, path, product.recipe)
-        return product(lhs, rhs, *args, key=key, w_axes=w_axes, **options)
 
 
 LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
@@ -263,10 +199,9 @@ def _einsum(module: nn.Einsum, dot: _LinenDot, inputs: jax.Array, einsum_str: st
         shape, broadcast_shape = module._get_bias_shape(subscripts, inputs, kernel)
         bias = module.param("bias", module.bias_init, shape, module.param_dtype)
     operands: Any = module.promote_dtype(inputs, kernel, bias, dtype=module.dtype)
-    product, (x, w) = dot.product, operands[:2]
-    of_layer = partial(einsum_of_layer, product.path, subscripts, x, w, product.recipe, dot.key(), product.w_gather)
+    x, w, _ = operands
     dtype = module.preferred_element_type
-    y = of_layer(precision=module.precision, preferred_element_type=dtype, pad=product.pad)
+    y = dot(subscripts, x, w, precision=module.precision, preferred_element_type=dtype)
     return y if bias is None else y + operands[2].reshape(broadcast_shape)
 
 
@@ -289,34 +224,16 @@ def describe(module: nn.Module, args: tuple, options: dict, shapes: Mapping[str,
     return Layer(path, whole, sizes, len(whole) > len(kernel), reason)
 
 
-def experts_of(
-    experts: Experts, module: nn.Module, w: jax.Array, w_axes: WeightAxes, shapes: Mapping[str, tuple[int, ...]]
-) -> list[Layer]:
-    """Describes the experts w that a module multiplies by; ``shapes`` are as in ``describe``."""
-    layers = experts.layers(module.scope, path_of(module), parameters_of(module), w, w_axes)
-    whole = [shapes.get(layer.path, layer.shape) for layer in layers]
-    return [
-        layer._replace(shape=shape, stacked=len(shape) > len(layer.shape))
-        for layer, shape in zip(layers, whole, strict=True)
-    ]
-
-
-def parameters_of(module: nn.Module) -> dict[str, jax.Array]:
-    """Returns the parameters that a module has itself, by name."""
-    own = [
-        (name, value) for name, value in module.variables.get("params", {}).items() if not isinstance(value, Mapping)
-    ]
-    # What a box holds: to unbox it may make another array of it.
-    return {name: leaves[0] for name, value in own if len(leaves := jax.tree.leaves(value)) == 1}
-
-
 def _unknown(context: nn.module.InterceptorContext) -> Iterator[Layer]:
     """Describes the parameters that the call of a module without a hook for its products may multiply by."""
     module, of_flax = context.module, type(context.module).__module__.startswith("flax.")
     names = ("embedding",) if context.method_name == "attend" else ("kernel",)
-    own = {} if isinstance(module, LAYERS) or context.method_name == "setup" else parameters_of(module)
-    for name, value in own.items():
-        if value.ndim >= 2 and value.size > max(value.shape) and (name in names or not of_flax):  # a vector scales
+    if isinstance(module, LAYERS) or context.method_name == "setup":
+        return
+    for name, boxed in module.variables.get("params", {}).items():
+        value = nn.unbox(boxed)
+        is_matrix = getattr(value, "ndim", 0) >= 2 and value.size > max(value.shape)  # a vector scales
+        if is_matrix and (name in names or not of_flax):
             yield Layer(path_of_parameter(path_of(module), name), value.shape, reason=unknown(module, "intercept"))
 
 
@@ -402,7 +319,11 @@ def layers_of_params(model: nn.Module, params: PyTree = None) -> list[Layer]:
     """Lists what may be layers of a model: its parameters of two or more axes."""
     tree = model.variables.get("params", {}) if params is None else params
     named = _named(model, nn.unbox(tree))
-    return [Layer(path, v.shape) for path, name, v in named if v.ndim >= 2 and name not in ("bias", "scale")]
+    return [
+        Layer(path, v.shape, reason=None if name == "kernel" else "not named kernel")
+        for path, name, v in named
+        if v.ndim >= 2 and name not in ("bias", "scale")
+    ]
 
 
 def _named(model: nn.Module, params: PyTree) -> list[tuple[str, str, jax.Array]]:
@@ -416,12 +337,9 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
     """Lists the layers that ``init`` calls, without computing anything."""
     called: dict[str, Layer] = {}
     others: set[str] = set()
-    parameters, modules = Experts(), list[nn.Module]()
 
     def see(call: Callable, args: tuple, options: dict, context: nn.module.InterceptorContext) -> PyTree:
-        modules.append(context.module)
         result = call(*args, **options)
-        modules.pop()
         if isinstance(context.module, LAYERS) and context.method_name == "__call__":
             layer = describe(context.module, args, options, {})
             called.setdefault(layer.path, layer)
@@ -430,11 +348,6 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
                 others.add(layer.path)
         return result
 
-    def see_experts(call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any):
-        layer, *_ = experts_of(parameters, modules[-1], rhs, w_axes, {})
-        called[layer.path] = layer
-        return call(lhs, rhs, *args, **options)
-
     with_params = any("params" in value for value in inputs if isinstance(value, Mapping))
     if with_params or not (inputs or keywords):
         got = "its parameters too" if with_params else "no inputs"
@@ -442,7 +355,7 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
             f"Policy.explain: a Linen module must come with what it is called with, got {got}; "
             "write explain(model, *inputs), without the parameters, or pass these instead of the model"
         )
-    with _policy_of_trace(object()), nn.intercept_methods(see), ragged_dots(see_experts):
+    with _policy_of_trace(object()), nn.intercept_methods(see):
         variables = jax.eval_shape(partial(module.init, **keywords), jax.random.key(0), *inputs)
     if others:
         params = {"params": variables["params"]}  # so that apply makes a cache, as init did

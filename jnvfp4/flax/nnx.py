@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -10,9 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._layers.dot_general import DotGeneral
-from .._layers.einsum import einsum_of_layer, sizes_of
-from .._layers.gather import Placement
-from .._layers.keys import fold_path, in_step, key_of_layer, layer_key, must_vary, varies
+from .._layers.einsum import Einsum, sizes_of
+from .._layers.keys import fold_path
 from ..policy import (
     WEIGHT_NAMES,
     Decision,
@@ -25,18 +23,10 @@ from ..policy import (
     layers_of,
     path_of_parameter,
 )
-from ..recipes import Recipe
-from ._nnx_loops import loop_that_shares
 from .linen import unknown
 
 __all__ = ["apply"]
 
-_OWN_KEY = "or enter jnvfp4.step_key(jax.random.fold_in(key, i)) in its body"
-_REMEDIES = {
-    "scan": f"carry the nnx.RngState of the model (nnx.StateAxes({{nnx.RngState: nnx.Carry, ...: None}})), {_OWN_KEY}",
-    "vmap": "map the nnx.RngState of the model (nnx.split_rngs, and nnx.StateAxes({nnx.RngState: 0, ...: None})), "
-    + _OWN_KEY,
-}
 Model = TypeVar("Model", bound=nnx.Module)
 LAYERS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 Multiplying: TypeAlias = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
@@ -54,9 +44,8 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
       policy: which layers are quantized, and how. Paths are as in the model: "blocks/3/mlp/up".
       rngs: where layers that round stochastically get their keys, ``rngs.sr()``. Each of them gets a stream of its own,
         which is state of the model like that of ``nnx.Dropout``: it advances at each call, so a step must keep the
-        state (``nnx.jit`` does). In a loop that gives this state to all iterations layers take the key of
-        ``jnvfp4.step_key``; without one they raise, except after ``model.eval()``. If rngs is None, layers keep the
-        streams of an earlier policy; without one all take the key of ``jnvfp4.step_key``, and the model gets no state.
+        state (``nnx.jit`` does). If rngs is None, layers keep the streams of an earlier policy; without one all take
+        the key of ``jnvfp4.step_key``, and the model gets no state.
 
     Returns:
       The model.
@@ -81,45 +70,21 @@ def apply(model: Model, policy: Policy, *, rngs: nnx.Rngs | None = None) -> Mode
     return model
 
 
-@dataclass(frozen=True)
-class EinsumOp:
-    """Stands in for ``jnp.einsum`` of activations and weights, and multiplies by a recipe.
-
-    Attributes:
-      recipe: how the layer is quantized.
-      path: the path of the layer in its model.
-      w_gather: as in ``jnvfp4.einsum``.
-      pad: as in ``jnvfp4.DotGeneral``.
-    """
-
-    recipe: Recipe
-    path: str
-    w_gather: tuple[Placement, Placement] | None = None
-    pad: bool = False
-
-    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
-        """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
-        key = options.pop("key", None)
-        if key is None:
-            key = key_of_layer(self.path, self.recipe)
-        return einsum_of_layer(self.path, subscripts, x, w, self.recipe, key, self.w_gather, pad=self.pad, **options)
-
-
 class Keyed(nnx.Module):
     """Calls a product with keys of a stream of its own.
 
     Attributes:
-      product: a ``DotGeneral`` or an ``EinsumOp``.
+      product: a ``DotGeneral`` or an ``Einsum``.
       stream: the keys.
       deterministic: whether the model evaluates, which leaves the stream as it is: ``model.eval()`` sets it.
     """
 
-    def __init__(self, product: DotGeneral | EinsumOp, stream: nnx.RngStream) -> None:
+    def __init__(self, product: DotGeneral | Einsum, stream: nnx.RngStream) -> None:
         self.product = product
         self.stream = stream
         self.deterministic = False
 
-    def of(self, product: DotGeneral | EinsumOp) -> "Keyed":
+    def of(self, product: DotGeneral | Einsum) -> "Keyed":
         """Calls another product from now on, with the same stream."""
         self.product = product
         return self
@@ -133,7 +98,7 @@ class Keyed(nnx.Module):
         return self.product(*args, key=self._key(), **options)
 
     def _key(self) -> jax.Array:
-        """Draws a key; a loop that shares the stream takes that of ``step_key``. An evaluation leaves the stream."""
+        """Draws a key. An evaluation leaves the stream."""
         path = str(self.product.path)
         stored = self.stream.key[...]
         if stored.ndim:
@@ -141,17 +106,7 @@ class Keyed(nnx.Module):
                 f"layer {path!r}: key must be one of those of the scanned layers, got {stored.shape}; scan the "
                 "nnx.RngState of the model along axis 0, as its parameters"
             )
-        if self.deterministic:
-            return fold_path(stored, path)
-        if (loop := self._loop_that_shares()) is not None:
-            if not in_step():
-                raise must_vary(f"layer {path!r}", _REMEDIES[loop])
-            return layer_key(path)
-        return fold_path(self.stream(), path)
-
-    def _loop_that_shares(self) -> str | None:
-        """Returns the kind of a loop, if any, whose iterations would all draw the same keys of the stream."""
-        return loop_that_shares(self) if varies(self.stream.key[...], self.stream.count[...]) else "scan"
+        return fold_path(stored if self.deterministic else self.stream(), path)
 
 
 def _product(
@@ -160,7 +115,7 @@ def _product(
     """Returns what a layer multiplies by, or None for what Flax multiplies by."""
     if decision.recipe is None:
         return None
-    kind = EinsumOp if isinstance(module, nnx.Einsum) else DotGeneral
+    kind = Einsum if isinstance(module, nnx.Einsum) else DotGeneral
     product = kind(decision.recipe, decision.path, **options)
     if not decision.recipe.stochastic:
         return product
@@ -220,12 +175,6 @@ def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
             yield Layer(path_of_parameter(path, name), shape, reason=unknown(module, "apply"))
 
 
-def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the parameters that a module has itself, by name."""
-    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    return {name: value.get_raw_value() for name, value in params.items() if hasattr(value, "shape")}
-
-
 def _stacked(module: Multiplying) -> int:
     """Returns how many axes of the weights count layers, for a loop over layers."""
     return module.kernel.ndim - len(_kernel_shape(module))
@@ -260,7 +209,7 @@ def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | Non
     return sizes_of(module.einsum_str, len(x.replace("...", "")) + hidden, shape)
 
 
-_OURS = (DotGeneral, EinsumOp, Keyed)
+_OURS = (DotGeneral, Einsum, Keyed)
 
 
 @layers_of.register(nnx.Module)

@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
-from ..._native import plans
-from ...spec import BLOCK, WINDOW, Format, QuantSpec, name_of
-from .._checks import amax_shapes
-from .._matmul_routes import MatmulParams, plan
-from .._products import ProductParams
-from .._sides import Sides
-from .checks import Call
+from .._native import plans
+from .._native.self_check import Call
+from .._primitives._checks import amax_shapes
+from .._primitives._matmul_routes import MatmulParams, plan
+from .._primitives._products import ProductParams
+from .._primitives._sides import Sides
+from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -28,7 +29,7 @@ _ELEMENTS = np.array([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4,
 _STREAM = np.array([0x9E3779B9, 0x7F4A7C15, 0xFFFFFFF0, 1], np.uint32)  # the low word of the index will carry
 
 
-def values(rows: int, cols: int, dtype: Any, seed: int = 0) -> np.ndarray:
+def values(rows: int, cols: int, dtype: DTypeLike, seed: int = 0) -> np.ndarray:
     """Returns blocks whose scales and elements are exact if the amax is 6 * 448, and rows that are not."""
     rng = np.random.default_rng(seed)
     scales = np.ldexp(8 + rng.integers(0, 8, (rows, cols // BLOCK, 1)), rng.integers(-9, 3, (rows, cols // BLOCK, 1)))
@@ -40,7 +41,7 @@ def values(rows: int, cols: int, dtype: Any, seed: int = 0) -> np.ndarray:
     return x.astype(dtype)
 
 
-def quantizer_calls(sides: Sides, dtype: Any) -> Iterator[Call]:
+def quantizer_calls(sides: Sides, dtype: DTypeLike) -> Iterator[Call]:
     """Makes the call of a primitive that quantizes x."""
     rows, cols = (192, 320) if len(sides) != 1 else _sizes(sides[0].spec)
     x = values(rows, cols, dtype)
@@ -66,7 +67,9 @@ def describe(sides: Sides) -> str:
 
 
 # ---------------------------------------------------------------- tensors
-def tensor(rng: Any, shape: Sequence[int], fmt: Format, scales: Sequence[int], amax: Any = None) -> tuple:
+def tensor(
+    rng: np.random.Generator, shape: Sequence[int], fmt: Format, scales: Sequence[int], amax: Any = None
+) -> tuple:
     """Returns data, scale and amax of random codes, and of scales out of some bytes."""
     *lead, rows, cols = shape
     data = rng.integers(0, 256, (*lead, rows, cols // 2), np.uint8)

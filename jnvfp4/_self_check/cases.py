@@ -9,33 +9,34 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jax.typing import DTypeLike
 
-from ...spec import BLOCK, Format
-from .._base import Backend
-from .._matmul_routes import MatmulParams, choose
-from .._products import ProductParams
-from .._sides import Sides
-from ..dequantize import DequantizeParams, dequantize_p
-from ..grouped_matmul import grouped_matmul_p
-from ..grouped_matmul import plan as plan_grouped
-from ..matmul import matmul_p
-from ..quantize import quantize_p
-from ..quantize_pair import quantize_pair_p
-from ..rht_amax import RhtAmaxParams, rht_amax_p
-from ..transpose import transpose_p
-from .checks import CASES, Call, Check
+from .._native.self_check import CASES, Call, Check
+from .._primitives._base import Backend
+from .._primitives._matmul_routes import MatmulParams, choose
+from .._primitives._products import ProductParams
+from .._primitives._sides import Sides
+from .._primitives.dequantize import DequantizeParams, dequantize_p
+from .._primitives.grouped_matmul import grouped_matmul_p
+from .._primitives.grouped_matmul import plan as plan_grouped
+from .._primitives.matmul import matmul_p
+from .._primitives.quantize import quantize_p
+from .._primitives.quantize_pair import quantize_pair_p
+from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
+from .._primitives.transpose import transpose_p
+from ..spec import BLOCK, Format
 from .known_answers import EVERY_SCALE, describe, grouped_calls, product_calls, quantizer_calls, tensor, values
 
 
 # ---------------------------------------------------------------- one path
-def quantizer_check(primitive: Primitive, sides: Sides, dtype: Any) -> Check:
+def quantizer_check(primitive: Primitive, sides: Sides, dtype: DTypeLike) -> Check:
     """Returns the check of the sides of ``nvfp4_quantize`` or ``nvfp4_quantize_pair``, for arrays of a dtype."""
     sides = tuple(side._replace(row_axes=1) for side in sides)
     path = f"{primitive.name.removeprefix('nvfp4_')} {describe(sides)} of {jnp.dtype(dtype).name}"
     return Check(path, primitive, "native", partial(quantizer_calls, sides, dtype))
 
 
-def rht_amax_check(transpose: bool, dtype: Any) -> Check:
+def rht_amax_check(transpose: bool, dtype: DTypeLike) -> Check:
     """Returns the check of an orientation, for arrays of a dtype."""
 
     def calls() -> Iterator[Call]:

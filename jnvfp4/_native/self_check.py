@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from ..._native import compat, plans
+from . import compat, plans
 
 
 class Unchecked(NamedTuple):
