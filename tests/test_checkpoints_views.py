@@ -163,8 +163,8 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
     config = {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}
     model_of(tmp_path / "in", {DOWN: codes, f"{DOWN}_scale_inv": scales, "model.norm.weight": array(16)}, config)
     factors = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:200, :144]
-    decoded = (codes.astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
-    model_of(tmp_path / "bf16", {DOWN: decoded, "model.norm.weight": array(16)}, {"model_type": "deepseek_v3"})
+    values = (codes.astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
+    model_of(tmp_path / "bf16", {DOWN: values, "model.norm.weight": array(16)}, {"model_type": "deepseek_v3"})
     o = ConvertOptions(dequantize_input="fp8", chunk_bytes=1 << 14)
     convert_checkpoint(tmp_path / "in", tmp_path / "out", o)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "want")
