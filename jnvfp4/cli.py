@@ -45,8 +45,6 @@ _FLAGS = {
     "spec": "--recipe",
     "start_layers": "--num-layers-at-start-in-bf16",
     "end_layers": "--num-layers-at-end-in-bf16",
-    "keep_containing": "--extra-high-precision-layers-hf",
-    "share_qkv": "--no-share-qkv",
     "max_shard_bytes": "--max-shard-size",
     "chunk_bytes": "--device-chunk",
     "max_relative_error": "--max-rel-error",
@@ -190,7 +188,7 @@ def _option(add: Add, name: str, text: str, **more: Any) -> None:
     """Adds the flag of a field of ConvertOptions, whose type says whether it is a switch, a choice or a list."""
     hint, default = _TYPES[name], _DEFAULTS[name]
     if hint is bool:
-        more["action"] = "store_false" if default else "store_true"
+        more["action"] = "store_true"
     elif typing.get_origin(hint) is Literal:
         more["choices"] = typing.get_args(hint)
     elif typing.get_origin(hint) is tuple:
@@ -221,7 +219,6 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
     option("share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
-    option("share_qkv", "give q, k and v global scales of their own")
 
     add, option = group("selection", 'MODEL OUTPUT --ignore "*.o_proj" --strict')
     pattern = "a module and all below it, re: and an expression, or a name with *"
@@ -230,12 +227,8 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     option("ignore", f"leave these weights unquantized: {pattern}", metavar="PATTERN")
     option("start_layers", "leave the first N decoder layers unquantized", type=int, metavar="N")
     option("end_layers", "leave the last N decoder layers unquantized", type=int, metavar="N")
-    option("keep_containing", "leave tensors with TEXT in their name unquantized", metavar="TEXT")
-    option("high_precision_dtype", "cast unquantized floating-point tensors")
     option("on_nonfinite", "skip: leave a group with NaN or infinity unquantized")
     option("on_bad_shape", "keep: leave a weight unquantized if its K is no multiple of 16")
-    option("allow_empty", "accept a conversion that quantizes nothing")
-    option("allow_unmatched", "accept a rule that matches nothing")
     option("strict", "refuse a rule that splits a group")
 
     add, option = group("activations", "MODEL OUTPUT --input-amax amaxes.json")

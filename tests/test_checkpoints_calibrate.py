@@ -61,8 +61,6 @@ def test_what_has_no_activation_scales_or_measured_ones_has_no_such_warning(mode
     for i, options in enumerate(({"weight_only": True}, {"layout": "te"}, {"input_amax": np.float32(3)})):
         result = convert_checkpoint(model, tmp_path / str(i), ConvertOptions(**options))
         assert result.warnings == ()
-    kept = convert_checkpoint(model, tmp_path / "kept", ConvertOptions(ignore=("model",), allow_empty=True))
-    assert kept.warnings == ()
 
 
 # ---------------------------------------------------------------- one unit
@@ -93,7 +91,7 @@ def test_a_number_and_a_file_have_one_unit(model, tmp_path, layout, scale):
         ({DOWN: None, GATE: 1}, f"has the amax None for {MODULES[DOWN]!r}"),
         ({DOWN: 1e31, GATE: 1}, f"has the amax 1e+31 for {MODULES[DOWN]!r}"),
         ({DOWN: 1e-31, GATE: 1}, f"has the amax 1e-31 for {MODULES[DOWN]!r}"),
-        ({"x": 1, **MODULES}, "names 'x'; expected modules that are quantized"),
+        ({"x": 1, **MODULES}, "names 'x'; expected modules of the model"),
     ],
 )
 def test_files_that_are_wrong(model, tmp_path, amaxes, text):
@@ -216,10 +214,9 @@ def test_what_was_measured_is_what_a_conversion_takes(model, tmp_path):
     result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(input_amax=tmp_path / "f.json"))
     assert not result.warnings
     assert scales_of(tmp_path / "out") == [np.float32(a / 2688) for a in (3.0, 4.0, 4.0)]
-    (tmp_path / "f.json").write_text(json.dumps({MODULES[UP]: 4.0, MODULES[DOWN]: 3.0, "other": 1.0}))
-    options = ConvertOptions(input_amax=tmp_path / "f.json", allow_unmatched=True)
+    options = ConvertOptions(input_amax=tmp_path / "f.json", ignore=("*.down_proj",))  # of which the file has an amax
     convert_checkpoint(model, tmp_path / "less", options)
-    assert scales_of(tmp_path / "less") == scales_of(tmp_path / "out")
+    assert scales_of(tmp_path / "less") == scales_of(tmp_path / "out")[1:]
 
 
 def test_a_module_without_activations_is_left_out_with_a_warning(tmp_path):

@@ -153,13 +153,14 @@ def test_layers_are_numbers(tmp_path, config):
     assert open_stored(tmp_path / "out").modules == modules
 
 
-def test_nothing_may_be_left_where_that_is_allowed(tmp_path, capsys):
-    bad = np.full((16, 32), np.nan, np.float32)
+def test_something_must_be_left(tmp_path, capsys):
+    bad, int8 = np.full((16, 32), np.nan, np.float32), ("I8", np.ones((16, 32), np.int8))
     model_of(tmp_path / "in", {"a.down_proj.weight": ("F32", bad)})
-    text = "no tensor is quantized: all are not finite\nhint: --allow-empty"
+    text = "no tensor is quantized: all are not finite$"
     refused(tmp_path / "in", tmp_path, text, 3, "--on-nonfinite", "skip", capsys=capsys)
-    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(on_nonfinite="skip", allow_empty=True))
-    assert open_source(tmp_path / "out").array("a.down_proj.weight").tobytes() == bad.tobytes()
+    model_of(tmp_path / "int8", {"lm_head.weight": weight(16, 32), **dict.fromkeys(("a.weight", "b.weight"), int8)})
+    text = "no tensor is quantized\nhint: 2 kept: dtype I8, 1 kept: a head$"
+    refused(tmp_path / "int8", tmp_path, text, 2, capsys=capsys)
 
 
 def test_shards_name_the_tensors_they_were_made_of(tmp_path):
@@ -343,10 +344,3 @@ def test_verify_finds_groups_with_different_global_scales(tmp_path, layout):
         verify_checkpoint(tmp_path / "in", tmp_path / "out")
     assert len(found.value.failures) == 1
     assert found.value.code == Exit.VERIFICATION
-
-
-def test_verify_knows_that_q_k_and_v_do_not_share(tmp_path):
-    tensors = {f"a.{r}_proj.weight": ("F32", (i + 1) * np.ones((16, 32), np.float32)) for i, r in enumerate("qkv")}
-    model_of(tmp_path / "in", tensors)
-    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(share_qkv=False))
-    assert len({r.global_scale for r in verify_checkpoint(tmp_path / "in", tmp_path / "out")}) == 3

@@ -46,8 +46,8 @@ def sources(directory: Path) -> list[Files]:
     model = write_model(directory / "in", shards)
     found = [files_of(model)]
     for f in ("modelopt", "compressed-tensors", "te"):
-        keep = ("experts",) if f == "compressed-tensors" else ()
-        convert_checkpoint(model, directory / f, ConvertOptions(layout=f, keep_containing=keep))
+        ignore = (EXPERTS,) if f == "compressed-tensors" else ()
+        convert_checkpoint(model, directory / f, ConvertOptions(layout=f, ignore=ignore))
         found.append(files_of(directory / f))
     return found
 
@@ -154,10 +154,8 @@ def time_limit(seconds: int):
 
 
 def convert(src: Path, out: Path) -> None:
-    o = ConvertOptions(allow_empty=True, expert_layout="nk")
-    result = convert_checkpoint(src, out, o)
-    if result.amaxes:
-        verify_checkpoint(src, out, float("inf"))
+    convert_checkpoint(src, out, ConvertOptions(expert_layout="nk"))
+    verify_checkpoint(src, out, float("inf"))
 
 
 def read(src: Path, out: Path) -> None:
@@ -209,7 +207,7 @@ def fuzz(found: list[Files], seed: int) -> str:
     files = rng.choice([found[0], rng.choice(found)])
     run = convert if files is found[0] else read
     got = outcome(damage(files, rng), run)
-    assert got in EXPECTED, got
+    assert got in EXPECTED or (run is convert and got == "USAGE"), got  # which is that nothing is left to quantize
     return f"{run.__name__}: {got}"
 
 
@@ -334,6 +332,7 @@ def test_index_files_of_any_kind(index):
 @short
 @hypothesis.given(valid)
 def test_tensors_of_any_kind(shapes):
+    shapes = {"x.o_proj.weight": ("F32", [16, 32]), **shapes}
     assert outcome({"model.safetensors": consistent(shapes)}, convert) in EXPECTED
 
 
@@ -359,5 +358,5 @@ def test_absurd_headers_take_little_memory(case):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert got == ("success" if case == "empty shape" else "BAD_INPUT")
+    assert got == ("USAGE" if case == "empty shape" else "BAD_INPUT")
     assert peak < 40e6

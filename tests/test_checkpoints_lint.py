@@ -46,7 +46,7 @@ def sound(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sound")
     model = source_model(directory)
     for layout in (MODELOPT, CT):
-        options = ConvertOptions(layout=layout, input_amax=directory / "amaxes.json", allow_unmatched=True)
+        options = ConvertOptions(layout=layout, input_amax=directory / "amaxes.json")
         convert_checkpoint(model, directory / layout, options)
     return {layout: directory / layout for layout in (MODELOPT, CT)}
 

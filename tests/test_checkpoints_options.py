@@ -114,7 +114,6 @@ WRONG_USAGE = [
     ("--targets re:(", "--targets has 're:(', which is no regular expression"),
     ("--ignore nothing", "--ignore has 'nothing', which matches no tensor"),
     ("--targets model nothing", "--targets has 'nothing', which matches no tensor"),
-    ("--extra-high-precision-layers-hf x", "--extra-high-precision-layers-hf has 'x', which matches no tensor"),
     ("--num-layers-at-start-in-bf16 -1", "--num-layers-at-start-in-bf16 is -1; expected an integer, 0 or more"),
     ("--num-layers-at-end-in-bf16 -1", "--num-layers-at-end-in-bf16 is -1; expected an integer, 0 or more"),
     ("--num-layers-at-end-in-bf16 1", "0 layers at the start and 1 at the end are kept, of 1; expected fewer"),
@@ -163,13 +162,13 @@ def test_shards_are_of_at_most_the_size(model):
 
 
 def test_shards_have_the_names_of_the_input(tmp_path):
-    a, b = {DOWN: weight(32, 16)}, {UP: weight(16, 32)}
+    a, b = {DOWN: weight(32, 16)}, {"model.layers.0.self_attn.o_proj.weight": weight(16, 32)}
     one = write_model(tmp_path / "one", {"weights.safetensors": a})
     two = write_model(tmp_path / "two", {"a.safetensors": a, "b.safetensors": b})
     empty = write_model(tmp_path / "empty", {"a.safetensors": a, "b.safetensors": {}})
     (empty / INDEX).unlink()
     for directory, names in ((one, ["weights"]), (two, ["a", "b"]), (empty, ["model"])):
-        plan = make_plan(open_source(directory), ConvertOptions(ignore=("*.up_proj",), allow_unmatched=True))
+        plan = make_plan(open_source(directory), ConvertOptions())
         assert list(plan.shards) == [f"{name}.safetensors" for name in names]
 
 
@@ -191,7 +190,6 @@ FLAGS = {
     "--ignore a b": {"ignore": ("a", "b")},
     "--num-layers-at-start-in-bf16 2": {"start_layers": 2},
     "--num-layers-at-end-in-bf16 3": {"end_layers": 3},
-    "--extra-high-precision-layers-hf a b": {"keep_containing": ("a", "b")},
     "--weight-only": {"weight_only": True},
     "--input-amax 0.5": {"input_amax": 0.5},
     f"--input-amax {__file__} --on-missing-amax siblings": {
@@ -202,14 +200,10 @@ FLAGS = {
     "--experts stacked": {"experts": "stacked"},
     "--expert-layout kn": {"expert_layout": "kn"},
     "--dequantize-input fp8": {"dequantize_input": "fp8"},
-    "--high-precision-dtype bf16": {"high_precision_dtype": "bf16"},
     "--share (a)b (c)d": {"share": ("(a)b", "(c)d")},
-    "--no-share-qkv": {"share_qkv": False},
     "--max-shard-size 5GB": {"max_shard_bytes": 5_000_000_000},
     "--on-nonfinite skip": {"on_nonfinite": "skip"},
     "--on-bad-shape keep": {"on_bad_shape": "keep"},
-    "--allow-empty": {"allow_empty": True},
-    "--allow-unmatched": {"allow_unmatched": True},
     "--strict": {"strict": True},
     "--device-chunk 1MiB": {"chunk_bytes": 1 << 20},
 }

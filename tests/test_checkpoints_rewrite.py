@@ -354,7 +354,6 @@ DIFFERENT = {
                                                        "hf_quant_config.json: quantization.kv_cache_quant_algo"]}),
     "recipe": ({"layout": "te"}, {"layout": "te", "spec": jnvfp4.four_over_six()}, None),
     "layouts": ({}, {"layout": CT}, {}),
-    "layouts, kept": ({}, {"layout": CT, "ignore": ("*.down_proj",), "allow_empty": True}, {"others": [DOWN]}),
     "layouts, weight-only": ({"weight_only": True}, {"layout": CT}, {"activations": {DOWN: 1}}),
     "nothing": ({"input_amax": 2.0}, {"input_amax": 2.0}, {}),
 }  # fmt: skip
@@ -381,6 +380,9 @@ def test_diff_names_what_only_one_has(tmp_path):
     b = quantized(tmp_path / "b", {DOWN: weight(32, 64), GATE: weight(16, 32), UP: weight(16, 32)})
     for found, only in ((diff(a, b), ([NORM], [GATE, UP])), (diff(b, a), ([GATE, UP], [NORM]))):
         assert (found.only_first, found.only_second, found.others, found.same) == (*only, [], False)
+    kept = quantized(tmp_path / "kept", {DOWN: weight(32, 64), NORM: weight(1, 4), "x.o_proj.weight": weight(16, 32)},
+                     layout=CT, ignore=("*.down_proj",))  # fmt: skip
+    assert diff(a, kept).others == [DOWN]
     assert main(["diff", str(a), str(tmp_path / "a" / "in")]) == 3
     turned = quantized(tmp_path / "c", {DOWN: weight(64, 32), NORM: weight(4, 1)})  # as many bytes
     assert diff(a, turned).others == [DOWN, NORM]

@@ -183,5 +183,4 @@ def _write_shards(writer: ShardWriter, output: Path, record: ResumeRecord) -> di
 def _metadata(plan: Plan) -> dict[str, str]:
     tensors = "".join(f"{e.name} {e.tag} {e.shape}\n" for e in plan.source.entries())
     source = hashlib.sha256(tensors.encode()).hexdigest()
-    metadata = {"format": "pt", VERSION: __version__, "source": source, _RECIPE: plan.options.recipe}
-    return metadata if plan.options.share_qkv else {**metadata, "share_qkv": "false"}
+    return {"format": "pt", VERSION: __version__, "source": source, _RECIPE: plan.options.recipe}

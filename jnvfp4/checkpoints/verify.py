@@ -13,7 +13,7 @@ from ._convert.options import ExpertLayout
 from ._convert.views import decoded, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
-from ._files.safetensors import FLOATS, JSON, Planned
+from ._files.safetensors import JSON, Planned
 from ._files.source import Source, open_source
 from ._layouts.base import Peer
 from ._layouts.fp8 import Fp8Weight
@@ -260,11 +260,10 @@ def _check_fp8(source: Source, stored: Stored, module: str) -> Record:
 
 def _check_kept(source: Source, stored: Stored, name: str) -> Record:
     entry, other = stored.source.entry(name), _original(source, stored, name)
-    narrowed = entry.tag == "BF16" and other.tag in FLOATS
-    if entry.shape != other.shape or (entry.tag != other.tag and not narrowed):
+    if (entry.tag, entry.shape) != (other.tag, other.shape):
         raise _failure(name, f"is {entry.tag} {list(entry.shape)}", f"{other.tag} {list(other.shape)}", stored)
     digest = _sha256(stored.source.array(name))
-    if digest != _sha256(source.array(name), dtype=entry.dtype):
+    if digest != _sha256(source.array(name)):
         raise _failure(name, "has other bytes than in the source", "the same", stored)
     source.release(name)
     stored.source.release(name)
@@ -273,8 +272,7 @@ def _check_kept(source: Source, stored: Stored, name: str) -> Record:
 
 def _check_groups(stored: Stored) -> None:
     """Raises if modules that loaders fuse have different global scales."""
-    share_qkv = not any(f.metadata.get("share_qkv") == "false" for f in stored.source.files.values())
-    for group in groups_of(stored.modules, share_qkv=share_qkv):
+    for group in groups_of(stored.modules):
         scales = {m: stored.weight(m).global_scale.tobytes() for m in group.members}
         first = group.members[0]
         # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.
@@ -284,13 +282,12 @@ def _check_groups(stored: Stored) -> None:
             raise CheckpointError(observed, "one in a group that loaders fuse", tensor=name, code=Exit.VERIFICATION)
 
 
-def _sha256(*arrays: np.ndarray, dtype: np.dtype | None = None) -> str:
-    """Computes one digest of some arrays, cast to ``dtype`` if it is given."""
+def _sha256(*arrays: np.ndarray) -> str:
+    """Computes one digest of some arrays."""
     digest = hashlib.sha256()
     for a in arrays:
         for rows in slices(a.shape, a.dtype.itemsize, CHUNK_BYTES) if a.shape else (...,):
-            part = a[rows] if dtype is None else a[rows].astype(dtype, copy=False)
-            digest.update(np.asarray(part, order="C").tobytes())
+            digest.update(np.asarray(a[rows], order="C").tobytes())
     return digest.hexdigest()
 
 

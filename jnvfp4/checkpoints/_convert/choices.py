@@ -1,5 +1,6 @@
 """Decides which weights are quantized, and why the others are left in high precision."""
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,6 @@ def _rule(name: str, layers: int | None, o: ConvertOptions) -> str:
     """Names the option that keeps a weight; empty if none does."""
     module, layer = module_of(name), layer_of(name)
     reasons = [f"ignore {p}" for p in o.ignore if matches(p, module)]
-    reasons += [f"contains {s}" for s in o.keep_containing if s in name]
     if layer is not None and layer < o.start_layers:
         reasons.append("layer at the start")
     if layer is not None and layers is not None and layers - o.end_layers <= layer < layers:
@@ -131,23 +131,22 @@ def _check_layers(layers: int | None, o: ConvertOptions) -> None:
         return
     if layers is None:
         raise CheckpointError("config.json has no num_hidden_layers", "it, to count layers from either end")
-    if o.start_layers + o.end_layers >= layers and not o.allow_empty:
+    if o.start_layers + o.end_layers >= layers:
         observed = f"{o.start_layers} layers at the start and {o.end_layers} at the end are kept, of {layers}"
-        raise CheckpointError(observed, "fewer", code=Exit.USAGE, hint="--allow-empty converts all the same")
+        raise CheckpointError(observed, "fewer", code=Exit.USAGE)
 
 
-def _check_matches(names: list[str], modules: list[str], options: ConvertOptions) -> None:
+def _check_matches(modules: list[str], options: ConvertOptions) -> None:
     """Raises if an option matches no weight, or an expression of ``share`` puts no modules into one group."""
-    alone = len(groups_of(modules, (), options.share_qkv))
+    alone = len(groups_of(modules))
     for option, wrong, applies in (
         ("ignore", "matches no tensor", lambda p: any(matches(p, m) for m in modules)),
-        ("keep_containing", "matches no tensor", lambda p: any(p in n for n in names)),
         ("targets", "matches no tensor", lambda p: any(matches(p, m) for m in modules)),
-        ("share", "puts no two modules together", lambda p: len(groups_of(modules, [p], options.share_qkv)) < alone),
+        ("share", "puts no two modules together", lambda p: len(groups_of(modules, [p])) < alone),
     ):
         for pattern in getattr(options, option):
-            if not options.allow_unmatched and not applies(pattern):
-                raise OptionError({option: f"has {pattern!r}, which {wrong}"}, hint="--allow-unmatched accepts it")
+            if not applies(pattern):
+                raise OptionError({option: f"has {pattern!r}, which {wrong}"})
 
 
 def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], tuple[Group, ...], tuple[str, ...]]:
@@ -164,11 +163,11 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     choices = {e.name: _choice(e, source, options) for e in source.entries()}
     names = [n for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
     modules = [*map(module_of, names)]
-    _check_matches(names, modules, options)
+    _check_matches(modules, options)
     for name, choice in choices.items():
         if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
-    groups = groups_of(modules, options.share, options.share_qkv)
+    groups = groups_of(modules, options.share)
     warnings = _of_other_dtypes(choices.values())
     for group in groups:
         members = [choices[tensor_of(choices, m)] for m in group.members]
@@ -176,8 +175,10 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
         choices |= {d.entry.name: d for d in changed}
         warnings += odd
     quantized = tuple(g for g in groups if choices[tensor_of(choices, g.members[0])].quantizes)
-    if not quantized and not options.allow_empty:
-        raise CheckpointError("no tensor is quantized", hint="--allow-empty converts all the same", code=Exit.USAGE)
+    if not quantized:
+        reasons = Counter(choices[name].reason for name in names).most_common()
+        hint = ", ".join(f"{count} kept: {reason}" for reason, count in reasons)
+        raise CheckpointError("no tensor is quantized", hint=hint, code=Exit.USAGE)
     return choices, quantized, tuple(warnings)
 
 

@@ -27,7 +27,6 @@ class ConvertOptions:
       targets: patterns (``jnvfp4._patterns.matches``); only modules that match one are quantized.
       ignore: patterns; modules that match one are left unquantized.
       start_layers, end_layers: the numbers of decoder layers at either end that are left unquantized.
-      keep_containing: texts; tensors with one of them in their name are left unquantized.
       weight_only: whether the output has no activation scales and its config keeps activations in high precision.
       input_amax: the amax of the activations, from which their scale follows: one number for all modules, or a JSON
         file with the amax of each (``write_input_amaxes`` writes it). None writes scales of 1.0, with a warning.
@@ -39,14 +38,10 @@ class ConvertOptions:
       dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row or one per 128x128 block; "mxfp4"
         decodes stacks of experts in MXFP4, as in gpt-oss, and gives them NVFP4 scales that are powers of 2.
       share: expressions for further groups of modules that share a global scale.
-      share_qkv: whether q, k and v share one.
       max_shard_bytes: the size of output shards; None keeps the shards of the source.
       on_nonfinite: how to treat a NaN or infinity in a weight: an error, or leave the weight's group unquantized.
       on_bad_shape: how to treat a K that is no multiple of 16: an error, or leave the weight unquantized.
-      allow_empty: whether a conversion may quantize nothing.
-      allow_unmatched: whether a rule may match nothing.
       strict: whether a rule that selects a part of a group is an error; otherwise the group is left unquantized.
-      high_precision_dtype: "bf16" casts unquantized floating-point tensors.
       chunk_bytes: the bytes of a weight that are quantized at once.
     """
 
@@ -57,7 +52,6 @@ class ConvertOptions:
     ignore: tuple[str, ...] = ()
     start_layers: int = 0
     end_layers: int = 0
-    keep_containing: tuple[str, ...] = ()
     weight_only: bool = False
     input_amax: float | Path | None = None
     on_missing_amax: Literal["error", "siblings"] = "error"
@@ -66,14 +60,10 @@ class ConvertOptions:
     expert_layout: ExpertLayout = "auto"
     dequantize_input: Literal["none", "fp8", "mxfp4"] = "none"
     share: tuple[str, ...] = ()
-    share_qkv: bool = True
     max_shard_bytes: int | None = None
     on_nonfinite: Literal["error", "skip"] = "error"
     on_bad_shape: Literal["error", "keep"] = "error"
-    allow_empty: bool = False
-    allow_unmatched: bool = False
     strict: bool = False
-    high_precision_dtype: Literal["keep", "bf16"] = "keep"
     chunk_bytes: int = CHUNK_BYTES
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import check_finite
-from .._files.safetensors import FLOATS, JSON, Planned
+from .._files.safetensors import JSON, Planned
 from .._files.source import CONFIG, Source, index_file, read_json
 from .._layouts.base import Layout, Parts, Quantization
 from .._layouts.fp8 import fp8_weights
@@ -102,16 +102,15 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     _refuse_quantized(view)
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
-    scales, uncalibrated = _input_scales(options, groups)
+    scales, uncalibrated = _input_scales(options, groups, {*map(module_of, choices)})
     return _plan_of(view, options, choices, groups, scales, view.warnings + warnings + uncalibrated)
 
 
 def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
     """Plans the same conversion without the groups that have NaN or infinity."""
     groups = tuple(g for g in plan.groups if g not in not_finite)
-    if not groups and not plan.options.allow_empty:
-        hint = "--allow-empty converts all the same"
-        raise CheckpointError("no tensor is quantized: all are not finite", hint=hint)
+    if not groups:
+        raise CheckpointError("no tensor is quantized: all are not finite")
     choices = {name: item.choice for name, item in plan.items.items()}
     for item in (plan.weights[m] for g in not_finite for m in g.members):
         choices[item.name] = replace(item.choice, reason="not finite")
@@ -163,8 +162,7 @@ def _item(choice: Choice, options: ConvertOptions, input_scales: Mapping[str, fl
     entry = choice.entry
     module = module_of(entry.name)
     if not choice.quantizes:
-        narrow = options.high_precision_dtype == "bf16" and entry.tag in FLOATS
-        return Item(choice, module, None, (Planned(entry.name, "BF16" if narrow else entry.tag, entry.shape),))
+        return Item(choice, module, None, (entry,))
     layout, (n, k) = LAYOUTS[options.layout], choice.matrix
     parts = layout.parts(module, choice.stacked)
     experts = entry.shape[:1] if choice.stacked else ()
@@ -189,7 +187,9 @@ _UNIT_SCALE_AMAX = 2688.0  # 6 * 448
 _UNMEASURED = 1.0  # the scale that is written for activations that nobody measured; loaders need one
 
 
-def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> tuple[dict[str, float], tuple[str, ...]]:
+def _input_scales(
+    options: ConvertOptions, groups: Collection[Group], in_model: Collection[str]
+) -> tuple[dict[str, float], tuple[str, ...]]:
     """Finds the activation scale of every quantized module, and warns of those taken from sibling experts.
 
     A group has the largest of its members.
@@ -201,7 +201,7 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> tuple[d
         return dict.fromkeys(modules, _UNMEASURED), ()
     if not isinstance(options.input_amax, Path):
         return dict.fromkeys(modules, float(options.input_amax) / _UNIT_SCALE_AMAX), ()
-    amaxes = _read_amaxes(options.input_amax, modules, options.allow_unmatched)
+    amaxes = _read_amaxes(options.input_amax, modules, in_model)
     of_siblings: dict[str | None, float] = {}
     for module, amax in amaxes.items() if options.on_missing_amax == "siblings" else ():
         if siblings := sibling_experts(module):
@@ -228,17 +228,15 @@ def _input_scales(options: ConvertOptions, groups: Collection[Group]) -> tuple[d
     return scales, (f"{options.input_amax}: {text}: {', '.join(uncalibrated)}",)
 
 
-def _read_amaxes(path: Path, modules: Collection[str], allow_unmatched: bool) -> dict[str, float]:
-    """Reads a file of amaxes by module.
+def _read_amaxes(path: Path, modules: Collection[str], in_model: Collection[str]) -> dict[str, float]:
+    """Reads a file of amaxes by module. It may have amaxes of modules that are left unquantized.
 
     Raises:
-      CheckpointError: it names another module, or has no amax for one that it names.
+      CheckpointError: it names a module that the model has not, or has no amax for one that it names.
     """
     amaxes = read_json(path)
-    unknown = sorted(amaxes.keys() - modules)
-    if unknown and not allow_unmatched:
-        observed, hint = f"names {unknown[0]!r}", "--allow-unmatched accepts it"
-        raise CheckpointError(observed, "modules that are quantized", file=path, hint=hint)
+    if unknown := sorted(amaxes.keys() - in_model):
+        raise CheckpointError(f"names {unknown[0]!r}", "modules of the model", file=path)
     known = {m: amaxes[m] for m in modules if m in amaxes}
     if (wrong := next((m for m, amax in known.items() if not is_amax(amax)), None)) is not None:
         observed = f"has the amax {known[wrong]!r:.100} for {wrong!r}"

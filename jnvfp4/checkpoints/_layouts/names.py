@@ -104,31 +104,30 @@ class Group:
     missing: tuple[str, ...] = ()
 
 
-def groups_of(modules: Iterable[str], share: Iterable[str] = (), share_qkv: bool = True) -> list[Group]:
+def groups_of(modules: Iterable[str], share: Iterable[str] = ()) -> list[Group]:
     """Puts modules that share a global scale into groups, in the order of their names; most groups have one member.
 
     Args:
       modules: names without ``.weight``.
       share: regular expressions of modules that share too. Modules share if they match the same expression and its
         first group, the parent, has the same text.
-      share_qkv: whether q, k and v share.
     """
     patterns = [re.compile(p.removeprefix("re:")) for p in share]
     group: dict[str, list[str]] = {}  # by module; all members of a group have the same list object
     first: dict[tuple[str, object], str] = {}  # the first module with each key; modules with a common key share
     for module in sorted(modules):
         group[module] = [module]
-        for key in _keys(module, patterns, share_qkv):
+        for key in _keys(module, patterns):
             other = group[first.setdefault(key, module)]
             if other is not group[module]:
                 other += group[module]
                 group |= dict.fromkeys(group[module], other)
-    return [_group(members, share_qkv) for members in {id(g): g for g in group.values()}.values()]
+    return [_group(members) for members in {id(g): g for g in group.values()}.values()]
 
 
-def _keys(module: str, patterns: Iterable[re.Pattern[str]], share_qkv: bool) -> Iterator[tuple[str, object]]:
+def _keys(module: str, patterns: Iterable[re.Pattern[str]]) -> Iterator[tuple[str, object]]:
     parent, role = split_role(module)
-    fused = next((f for f in FUSED if role in f and (share_qkv or f != FUSED[0])), None)
+    fused = next((f for f in FUSED if role in f), None)
     if fused:
         yield parent, fused
     for i, pattern in enumerate(patterns):
@@ -136,11 +135,11 @@ def _keys(module: str, patterns: Iterable[re.Pattern[str]], share_qkv: bool) -> 
             yield match[1], i
 
 
-def _group(members: list[str], share_qkv: bool) -> Group:
+def _group(members: list[str]) -> Group:
     if len({split_role(m)[0] for m in members}) > 1:
         return Group(tuple(sorted(members)))
     by_role = {split_role(m)[1]: m for m in members}
-    fused = [f for f in FUSED if any(r in f for r in by_role) and (share_qkv or f != FUSED[0])]
+    fused = [f for f in FUSED if any(r in f for r in by_role)]
     order = [r for f in fused for r in f if r in by_role]
     missing = tuple(r for f in fused for r in f if r not in by_role)
     return Group(tuple(by_role[r] for r in (*order, *sorted(by_role.keys() - set(order)))), missing)
