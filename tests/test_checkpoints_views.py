@@ -7,6 +7,7 @@ from checkpoints import DOWN, array, draw_nothing, files_of, model_of, refused
 
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint
+from jnvfp4.checkpoints._convert.views import decoded
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.checkpoints.verify import verify_checkpoint
@@ -163,8 +164,8 @@ def test_fp8_blocks_are_decoded(tmp_path, capsys):
     config = {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}
     model_of(tmp_path / "in", {DOWN: codes, f"{DOWN}_scale_inv": scales, "model.norm.weight": array(16)}, config)
     factors = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:200, :144]
-    decoded = (codes.astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
-    model_of(tmp_path / "bf16", {DOWN: decoded, "model.norm.weight": array(16)}, {"model_type": "deepseek_v3"})
+    values = (codes.astype(np.float32) * factors).astype(ml_dtypes.bfloat16)
+    model_of(tmp_path / "bf16", {DOWN: values, "model.norm.weight": array(16)}, {"model_type": "deepseek_v3"})
     o = ConvertOptions(dequantize_input="fp8", chunk_bytes=1 << 14)
     convert_checkpoint(tmp_path / "in", tmp_path / "out", o)
     convert_checkpoint(tmp_path / "bf16", tmp_path / "want")
