@@ -20,7 +20,7 @@ import pytest
 import stand_in
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, matmul_by_formula
-from products import ROW, TENSOR, ask_stand_in, dense, library_on_cpu, multiply_by_stand_in, order_free_operands
+from operands import ROW, TENSOR, ask_stand_in, dense, library_on_cpu, multiply_by_stand_in, order_free_operands
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor
