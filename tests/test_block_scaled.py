@@ -20,7 +20,7 @@ import pytest
 import stand_in
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, matmul_by_formula
-from products import ROW, TENSOR, ask_stand_in, dense, library_on_cpu, multiply_by_stand_in, order_free_operands
+from operands import ROW, TENSOR, ask_stand_in, dense, library_on_cpu, multiply_by_stand_in, order_free_operands
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor
@@ -52,7 +52,7 @@ with np.load(pathlib.Path(__file__).parent / "data" / "swizzle.npz") as file:
 
 
 @pytest.mark.parametrize("case", sorted({name.split("__")[0] for name in GOLDEN}))
-def test_golden_tiles(library, case):
+def test_tiles_of_scales_are_the_golden_ones(library, case):
     assert_bitwise(library("tiles", GOLDEN[f"{case}__linear"][None])[0], GOLDEN[f"{case}__swizzled"].reshape(-1))
 
 
@@ -72,7 +72,7 @@ def test_tiles_and_their_padding(library, shape):
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 2), (2, 7, 3), (1, 16, 4)], ids=str)
 @pytest.mark.parametrize("more", [(0, 0), (0, 1), (9, 0), (9, 1)], ids=str)
-def test_padded_codes(library, shape, more):
+def test_codes_are_padded_with_zeros(library, shape, more):
     data = np.random.default_rng(0).integers(1, 2**63, shape, np.uint64)
     rows, pieces = shape[1] + more[0], shape[2] + more[1]
     assert np.array_equal(library("padded", data, rows, pieces), np.pad(data, ((0, 0), (0, more[0]), (0, more[1]))))
@@ -206,7 +206,7 @@ def test_versions_of_cublaslt_that_multiply_fp4(library, capability):
 
 
 @pytest.mark.parametrize("capability", [80, 90, 99, 122, 130])
-def test_unsupported_architectures(library, capability):
+def test_other_architectures_are_refused(library, capability):
     a, b = order_free_operands(None, (70, 32, 64))
     reason = ask_stand_in(library, a, b, capability=capability, kernel=KERNEL)[2]
     text = f"{capability // 10}.{capability % 10}"

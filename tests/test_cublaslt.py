@@ -125,7 +125,7 @@ def test_an_installed_wheel(searched, monkeypatch, tmp_path, name):
     assert searched == [path]
 
 
-def test_no_wheel(searched, monkeypatch, tmp_path):
+def test_without_a_wheel_the_text_names_both(searched, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     want = "not loaded, and nvidia-cublas or nvidia-cublas-cu12 is not installed"
     assert plans.cublaslt() == ("", "", want)

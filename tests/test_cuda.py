@@ -155,7 +155,7 @@ def test_a_graph_is_replayed_with_other_sizes_of_groups(gpu, tmp_path):
         assert all(line.startswith(" ") for line in calls), plan  # indented: inside the command buffer
 
 
-def test_cuda_graphs(gpu, tmp_path):
+def test_cuda_graphs_hold_every_kernel(gpu, tmp_path):
     """The kernels recorded in XLA command buffers: the dumped plan has them all inside one."""
     plan = plan_of_graphs(GRAPH_SCRIPT, tmp_path)
     calls = [line for line in plan.splitlines() if "kCustomCall" in line]

@@ -46,7 +46,7 @@ def every_byte(fmt: Format, amax) -> NVFP4Tensor:
 
 # ---------------------------------------------------------------- bits
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_quantized_cases(native, spec):
+def test_what_quantize_makes_has_the_values_of_the_formula(native, spec):
     for case in cases.tagged("quick"):
         if case.shape[-1] % spec.unit == 0:
             check(jnvfp4.quantize(case.make(), spec), what=case.name)
@@ -55,12 +55,12 @@ def test_quantized_cases(native, spec):
 @pytest.mark.parametrize(
     ("fmt", "dtype"), [*zip(FORMATS.values(), 2 * [*cases.DTYPES.values()], strict=True)], ids=FORMATS
 )
-def test_every_backend(backend, fmt, dtype):
+def test_every_backend_has_the_values_of_the_formula(backend, fmt, dtype):
     check(random_tensor(0, (2, 3, 5, 64), fmt), dtype, backend.implementation)
 
 
 @every_format
-def test_amax_shapes(native, fmt):
+def test_every_shape_of_amax_is_taken(native, fmt):
     """Every shape of amax that the format takes."""
     shapes = {"tensor": [(), (2, 3)], "row": [(2, 3, 5)], "window64": [(2, 3, 5, 2)]}[fmt.amax_scope]
     for shape in shapes:

@@ -191,7 +191,7 @@ def assert_schema(value, schema, at="report") -> None:
         assert isinstance(value, schema), at
 
 
-def test_json(few_checks, capsys):
+def test_json_has_the_schema(few_checks, capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)  # one object and nothing else
     ordered = {**report, "devices": [dict(sorted(d.items())) for d in report["devices"]]}
@@ -227,7 +227,7 @@ def test_versions_of_a_gpu():
 
 
 @pytest.mark.parametrize(("number", "text"), [(13020, "13.2"), (12090, "12.9"), (0, None), (None, None)])
-def test_cuda_versions(monkeypatch, number, text):
+def test_cuda_versions_are_made_of_numbers(monkeypatch, number, text):
     monkeypatch.setattr(doctor.compat, "cuda_versions", lambda: (number, number))
     versions = doctor.versions()
     assert (versions["cuda_runtime"], versions["cuda_of_driver"]) == (text, text)

@@ -91,7 +91,7 @@ def test_the_tree_of_the_model():
     assert_bitwise(twice(apply(adapted, Policy()), X), twice(MODEL, X))
 
 
-def test_explain(monkeypatch):
+def test_explain_lists_layers_of_equinox(monkeypatch):
     """Without haliax, and where haliax does not import."""
     attention = eqx.nn.MultiheadAttention(2, 32, key=KEY)
     model = {"attention": attention, "conv": eqx.nn.Conv1d(4, 4, 3, key=KEY), "lm_head": MODEL.layers[1]}
@@ -192,7 +192,7 @@ def test_a_layer_without_a_key_raises():
         jax.grad(lambda x: jnp.sum(twice(model, x)))(X)
 
 
-def test_the_policy_is_checked():
+def test_other_policies_and_rules_without_a_layer_are_refused():
     with pytest.raises(TypeError, match=r"apply: policy must be a jnvfp4\.Policy, got 'pretrain'"):
         apply(MODEL, "pretrain")
     with pytest.raises(

@@ -105,7 +105,7 @@ def check_training(folder: pathlib.Path, names: list[str], steps: int, falls_by:
         assert runs["bf16"]["train"] != runs[name]["train"]
         gap = 100 * (metrics["final_val"][name] / metrics["final_val"]["bf16"] - 1)
         assert metrics["gap_percent"][name] == pytest.approx(gap, abs=1e-9)
-        assert abs(gap) < 5
+        assert abs(gap) < 1  # 0.25 % after 12 steps of pretrain
     return metrics
 
 
@@ -444,7 +444,7 @@ def test_serve_serves_its_checkpoint(tmp_path):
     assert text["W4A4"]["perplexity"] > 1.1 * exact
 
 
-def test_calibrated_activations(decode, hugging_face, tmp_path):
+def test_activations_are_quantized_by_stored_amaxes(decode, hugging_face, tmp_path):
     """They are quantized by the largest stored amax of the weights that are joined, not by their own."""
     x, w = (jax.random.normal(jax.random.key(i), (16, 32), jnp.bfloat16) for i in range(2))
     got = decode.calibrated_linear(x, decode.Calibrated(jnvfp4.quantize(w), jnp.float32(3)), None, "")
@@ -495,7 +495,7 @@ def test_train_minimal_learns_in_sixty_lines(tmp_path):
 
 
 @pytest.mark.long
-def test_train_flax(tmp_path):
+def test_train_flax_trains_both_apis(tmp_path):
     for library in ("flax", "optax"):
         pytest.importorskip(library)
     out = run("train_flax.py", "--steps", "3", "--out", str(tmp_path), cwd=tmp_path, timeout=600)
@@ -508,7 +508,7 @@ def test_train_flax(tmp_path):
 
 
 @pytest.mark.long
-def test_existing_models(tmp_path):
+def test_models_of_hugging_face_are_quantized(tmp_path):
     for library in ("flax", "qwix"):
         pytest.importorskip(library)
     version = pytest.importorskip("transformers").__version__

@@ -190,7 +190,7 @@ WRONG_POLICIES = {
 
 
 @pytest.mark.parametrize(("policy", "text"), WRONG_POLICIES.values(), ids=WRONG_POLICIES)
-def test_the_policy_is_checked(api, policy, text):
+def test_policies_that_do_not_fit_the_model_are_refused(api, policy, text):
     with refused(text.format(api.op)):
         program(api, api.mlp(), policy)
 

@@ -154,7 +154,7 @@ VMAPS = {"x": (0, None, 0), "both": (0, 0, 0), "w": (None, 0, None)}
 
 
 @pytest.mark.parametrize("axes", VMAPS.values(), ids=VMAPS)
-def test_vmap(cpu, axes):
+def test_vmap_of_a_frozen_weight_is_a_loop(cpu, axes):
     names = "plain", "weight_only", "row_scaled", "rows_of_w"
     x, dy = (normal((3, 32, n), i) if axes[0] == 0 else normal((32, n), i) for n, i in ((64, 1), (48, 2)))
     w = normal((3, 48, 64) if axes[1] == 0 else (48, 64), 2)
@@ -198,7 +198,7 @@ SHARDED = [(kind, *of) for kind in KINDS for of in ((P("x", None), P("y", None))
 
 
 @pytest.mark.parametrize(("kind", "of_x", "of_w"), SHARDED, ids=str)
-def test_sharded(devices, kind, of_x, of_w):
+def test_a_sharded_frozen_weight_has_the_bits_of_one_device(devices, kind, of_x, of_w):
     mesh = make_mesh(devices, kind=kind)
     x, w, dy = normal((64, 512), 1), quantize(normal((128, 512), 2), NVFP4_2D), normal((64, 128), 3)
     f = jax.jit(run)
@@ -211,7 +211,7 @@ def test_sharded(devices, kind, of_x, of_w):
 
 
 @pytest.mark.parametrize("parallel", ["data", "tensor"])
-def test_shard_map(devices, parallel):
+def test_a_frozen_weight_inside_shard_map(devices, parallel):
     """Tokens over devices, or rows of w, where dx is a sum over devices."""
     mesh = make_mesh(devices, "x")
     x, w, dy = normal((256, 128), 1), quantize(normal((256, 128), 2)), normal((256, 256), 3)

@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_gemm_close, bits, matmul_by_formula, random_tensor
-from operands import normal
-from products import (
+from operands import (
     DTYPES,
     NARROW,
     ROW,
@@ -19,6 +18,7 @@ from products import (
     dense,
     every_left,
     every_out_dtype,
+    normal,
     order_free,
     order_free_operands,
     quantized,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, random_tensor
-from products import DTYPES, ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, order_free_operands
+from operands import DTYPES, ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, order_free_operands
 from test_gemm_kernels import EXCHANGED, FUSED, PARTS_OF_MANY, PARTS_OF_WINDOWS
 
 import jnvfp4

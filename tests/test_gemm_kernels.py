@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, assert_gemm_close, matmul_by_formula, random_tensor, round_to
-from products import (
+from operands import (
     DTYPES,
     HALVES,
     LEFT,
@@ -32,8 +32,8 @@ from products import (
     library_on_cpu,
     multiply_by_stand_in,
     multiply_on,
-    operands,
     order_free,
+    random_operands,
     with_nan_scale,
 )
 
@@ -226,7 +226,7 @@ class Problem(NamedTuple):
     def operands(self, a_format=TENSOR, b_format=TENSOR, shape=None, **options):
         exact = self.kernel.exact == "order-free"
         options |= {"order_free": exact, "a_format": a_format, "b_format": b_format}
-        return operands(LEFT[self.left], shape or self.shape, **options)
+        return random_operands(LEFT[self.left], shape or self.shape, **options)
 
     def of_every_format(self):
         return [self.operands(*formats) for formats in self.kernel.formats]

@@ -165,7 +165,7 @@ def test_no_golden_array_is_left_out():
 
 
 @pytest.mark.parametrize("kind", MAX6)
-def test_native_quantize(native, kind):
+def test_kernels_quantize_to_the_golden_bytes(native, kind):
     for golden in goldens(kind):
         x = golden.padded.T if golden.transposed else golden.padded
         t = jnvfp4.quantize(x, SPECS[kind], transpose=golden.transposed, implementation="native")
@@ -184,7 +184,7 @@ def check_each(found: list[Golden], *results) -> None:
 
 
 @pytest.mark.parametrize("kind", FOUR_OVER_SIX)
-def test_native_quantize_4over6(native, kind):
+def test_kernels_quantize_to_the_golden_bytes_of_4over6(native, kind):
     """Every golden of either file orientation, through both orientations of the kernel."""
     for dtype, transposed in zip(OUT_DTYPES.values(), (False, True, False), strict=True):
         found = [g for g in goldens(kind) if g.x.dtype == dtype]
@@ -201,7 +201,7 @@ IN_TURN = [("1d_rht", "bfloat16"), ("rowscaled", "float16")]
 
 @only_reference
 @pytest.mark.parametrize(("kind", "dtype"), [*IN_TURN, *(pytest.param(*of, marks=pytest.mark.long) for of in OTHERS)])
-def test_reference_quantize(backend, kind, dtype):
+def test_the_reference_quantizes_to_the_golden_bytes(backend, kind, dtype):
     """All inputs at once (one compilation)."""
     found = [g for g in goldens(kind) if g.x.dtype == OUT_DTYPES[dtype]]
     x, amax = stacked(found)
@@ -215,7 +215,7 @@ QUICK_4OVER6 = ("4o6_1d_256_mae_strict", "4o6_2d_448_mse_fast")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind not in QUICK_4OVER6)) for kind in FOUR_OVER_SIX]
 )
-def test_reference_quantize_4over6(kind):
+def test_the_reference_quantizes_to_the_golden_bytes_of_4over6(kind):
     """All inputs in float32, where the dtypes are the same values."""
     found = goldens(kind)
     with np.errstate(invalid="ignore"):
@@ -225,7 +225,7 @@ def test_reference_quantize_4over6(kind):
 
 
 @only_reference
-def test_reference_rotation(backend):
+def test_the_reference_rotates_to_the_golden_numbers(backend):
     """The rotated matrices themselves, and their amax."""
     found = goldens("1d_rht")
     x = jnp.asarray(stacked(found)[0])
@@ -261,7 +261,7 @@ def tensor(data, scale, amax, fmt: Format) -> NVFP4Tensor:
 
 
 @pytest.mark.parametrize("kind", DEQUANTIZE_FORMATS)
-def test_native_dequantize(native, kind):
+def test_kernels_dequantize_to_the_golden_numbers(native, kind):
     for d in dequantized(kind):
         t = tensor(d.data, d.scale, d.amax if kind == "rowscaled" else d.amax.reshape(()), DEQUANTIZE_FORMATS[kind])
         for dtype in OUT_DTYPES.values():
@@ -271,7 +271,7 @@ def test_native_dequantize(native, kind):
 
 @only_reference
 @pytest.mark.parametrize(("kind", "dtype"), [*zip(DEQUANTIZE_FORMATS, OUT_DTYPES, strict=True)])
-def test_reference_dequantize(backend, kind, dtype):
+def test_the_reference_dequantizes_to_the_golden_numbers(backend, kind, dtype):
     found = dequantized(kind)
     data, scale = (
         np.stack([pad_rows_and_columns(a, COMMON, COMMON // n) for a in arrays])
@@ -310,7 +310,7 @@ MATMULS = [  # the reference, which compiles for seconds, multiplies every fifth
 
 
 @pytest.mark.parametrize(("case", "backend"), MATMULS, indirect=["backend"])
-def test_matmul(backend, case):
+def test_products_are_the_golden_ones(backend, case):
     arrays, name, dtype = load("gemm"), GEMM_CASES[case]["out_dtype"], OUT_DTYPES[GEMM_CASES[case]["out_dtype"]]
     a, b, want = operand(case, "a"), operand(case, "b"), from_storage(arrays[f"{case}__out"], name)
     added = from_storage(arrays[f"{case}__acc"], name) if GEMM_CASES[case]["accumulate"] else None  # before the cast

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
-from operands import exact_tensor, normal
-from products import ROW, TENSOR, with_nan_scale
+from operands import ROW, TENSOR, exact_tensor, normal, with_nan_scale
 from test_grouped import by_group, ends_of, int32, taken
 
 from jnvfp4 import NVFP4Tensor, grouped_matmul_nt, supports

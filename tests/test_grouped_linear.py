@@ -226,7 +226,7 @@ def test_dw_where_every_group_has_a_part_that_is_not_whole(cpu):
     assert relative_error(dw, np.stack([dy[i:j].T @ x[i:j] for i, j in ends_of(sizes, rows)])) < 0.005
 
 
-def test_no_rows(cpu):
+def test_without_rows_the_gradient_of_w_is_zero(cpu):
     f = lambda x, w: grouped_linear(x, w, int32(SIZES))  # noqa: E731
     y, dx, dw = with_gradients(f, X[:0], W, dy=DY[:0])
     assert (y.shape, dx.shape) == ((0, N), (0, K))
@@ -243,7 +243,7 @@ def test_vmap_is_a_loop(cpu):
         assert_same_tensor(jax.tree.map(lambda v, i=i: v[i], got), f(x[i], sizes[i], dy[i]))
 
 
-def test_checkpointed(cpu):
+def test_a_checkpointed_layer_has_the_same_bits(cpu):
     f = lambda x, w: grouped_linear(x, w, int32(SIZES))  # noqa: E731
     policies = jnvfp4.remat.save_packed, None
     every = [f, *(jax.checkpoint(f, policy=policy) for policy in policies)]

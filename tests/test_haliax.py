@@ -83,7 +83,7 @@ def test_a_layer_has_the_bits_of_linear(out_first):
     assert_bitwise(*step(layer, KEY))
 
 
-def test_explain():
+def test_explain_lists_stacked_layers():
     assert [(d.path, d.shape, d.why) for d in POLICY.explain(MODEL)] == [
         ("layers/up", (3, 32, 64), "rule 'layers/.*'"),
         ("layers/down", (3, 32, 64), "rule 'layers/.*'"),

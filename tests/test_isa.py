@@ -58,21 +58,21 @@ def test_quantize_odd_values(both, dtype):
 
 
 @pytest.mark.parametrize("case", ODD, ids=lambda c: c.name)
-def test_pairs(both, case):
+def test_every_isa_quantizes_pairs_alike(both, case):
     x = case.make()
     pairs = [pair for pair in sorted(FUSED_PAIRS, key=repr) if jnvfp4.WINDOW64 not in pair]
     assert_same_tensor(*both(lambda: [jnvfp4.quantize_pair(x, *p, key=key_for(*p)) for p in pairs]))
 
 
 @pytest.mark.parametrize("shape", [(144, 272), (3, 48, 128)], ids=str)
-def test_transpose(both, shape):
+def test_every_isa_transposes_alike(both, shape):
     q = jnvfp4.quantize(Case("x", shape).make(), jnvfp4.NVFP4_2D)
     assert_same_tensor(*both(lambda: jnvfp4.transpose(q)))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 6])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
-def test_matmul(both, m, dtype):
+def test_every_isa_multiplies_alike(both, m, dtype):
     rng = np.random.default_rng(m)
     a, b = rng.standard_normal((m, 208), np.float32), rng.standard_normal((77, 208), np.float32)
     b = jnvfp4.quantize(b, jnvfp4.ROW_SCALED)

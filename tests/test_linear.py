@@ -158,7 +158,7 @@ def test_gemms_in_high_precision_round_neither_operand_to_the_dtype_of_the_other
     assert_same_tensor(got, jax.tree.map(lambda g, w: w.astype(g.dtype), got, want))
 
 
-def test_bias(native):
+def test_a_bias_is_added_and_has_a_gradient(native):
     (x, w, dy), bias = SMALL, jnp.linspace(-1, 1, 48)
     assert_composed(native, SMALL, ["plain", "forward_in_high_precision"], bias=bias.astype(jnp.bfloat16))
     pull = jax.jit(lambda b, dy: jax.vjp(lambda b: linear(x, w, bias=b), b)[1](dy)[0])
@@ -188,7 +188,7 @@ def test_numpy_operands_closed_over_weights_and_a_vector(cpu):
     assert_bitwise(linear(x[0], w), linear(x[:1], w)[0])
 
 
-def test_no_tokens():
+def test_without_tokens_the_gradient_of_w_is_zero():
     x, w, dy = jnp.zeros((0, 64), jnp.bfloat16), normal((48, 64), 2), jnp.zeros((0, 48), jnp.bfloat16)
     results = jax.jit(lambda *v: {name: run(*v, recipe) for name, recipe in RECIPES.items()})(x, w, dy)
     for name, (y, dx, dw) in results.items():
@@ -227,7 +227,7 @@ def equations_of(f, *args):
 
 @pytest.mark.parametrize("recipe", ["plain", "high_precision_backward", "dequantized_backward", "recipes_pretrain"])
 @pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16, "float16"])
-def test_out_dtype(native, recipe, out_dtype):
+def test_out_dtype_is_that_of_the_result_alone(native, recipe, out_dtype):
     """Of the result alone; the gradients keep the dtypes of their operands."""
     x, w, dy = SMALL[0], SMALL[1].astype(jnp.float32), SMALL[2].astype(out_dtype)
     recipe = ALL_RECIPES[recipe]

@@ -23,7 +23,7 @@ from jnvfp4._core.patterns import layer_of, matches, names_exactly
         ("re:m", "a.mlp", False, False),
     ],
 )
-def test_patterns(pattern, module, matched, exact):
+def test_which_modules_a_pattern_matches(pattern, module, matched, exact):
     assert (matches(pattern, module), names_exactly(pattern, module)) == (matched, exact)
 
 
@@ -40,5 +40,5 @@ def test_patterns(pattern, module, matched, exact):
         ("model.layers.3", None),
     ],
 )
-def test_layers(name, layer):
+def test_the_number_of_a_layer_is_in_its_name(name, layer):
     assert layer_of(name) == layer

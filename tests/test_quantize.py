@@ -103,7 +103,7 @@ def amax_each(stack: np.ndarray, spec) -> np.ndarray:
 
 # ---------------------------------------------------------------- native == reference
 @one_way
-def test_native(native, spec, transpose):
+def test_kernels_have_the_bytes_of_the_reference(native, spec, transpose):
     for case in SHAPES:
         x = make(case, spec, transpose)
         check(native_quantize(x, spec, transpose=transpose), turned(x, transpose), spec, None, transpose, case.name)
@@ -116,7 +116,7 @@ def test_rows_that_end_within_a_group_of_blocks(native):
 
 
 @other_way
-def test_native_over_distributions(native, spec, transpose):
+def test_kernels_have_the_bytes_of_the_reference_over_distributions(native, spec, transpose):
     """All distributions as one stack, each with its own amax; 4over6, which compiles long, in one type."""
     for dtype in list(cases.DTYPES) if spec.select == "max6" else ["bf16"]:
         stack = np.stack([make(cases.Case("x", (32, 64), dtype, d), spec, transpose) for d in cases.DISTRIBUTIONS])
@@ -159,7 +159,7 @@ def test_any_number_of_rows(native, spec, transpose):
 
 
 @one_way
-def test_given_amax(native, spec, transpose):
+def test_a_given_amax_is_used(native, spec, transpose):
     """A third of the true one, that one, three times it."""
     stack = np.stack([make(cases.Case("x", (32, 64), "bf16", "heavy"), spec, transpose)] * 3)
     x = turned(stack, transpose)
@@ -209,7 +209,7 @@ def with_special(value: float, dtype: str = "fp32") -> np.ndarray:
 
 
 @other_way
-def test_special_elements(native, spec, transpose):
+def test_elements_that_are_not_finite(native, spec, transpose):
     """NaN and Inf, with the amax that they have and with a finite one."""
     for dtype in ["fp32", "bf16", "fp16"] if spec in (NVFP4, NVFP4_RHT) else ["fp32"]:
         stack = np.stack([with_special(value, dtype) for value in SPECIALS])
@@ -270,7 +270,7 @@ def test_inf_saturates(native, spec):
 
 
 @every_spec
-def test_signed_zeros(native, spec):
+def test_zeros_keep_their_signs_unless_rotated(native, spec):
     """A zero keeps its sign; a rotated one is positive."""
     x = cases.Case("x", (16, 64), "bf16", "signed_zeros").make()
     t = native_quantize(x, spec)

@@ -149,7 +149,7 @@ def test_forms_are_no_residuals_of_a_loop_over_layers():
 
 # ---------------------------------------------------------------- transforms
 @pytest.mark.parametrize("axes", [(0, None, 0), (0, 0, 0), (None, 0, 0)], ids=["x", "both", "w"])
-def test_vmap(cpu, axes):
+def test_vmap_of_a_weight_quantized_once(cpu, axes):
     x, w, dy = (
         normal((3, *v.shape), i) if axis == 0 else v for i, (v, axis) in enumerate(zip((X, W, DY), axes, strict=True))
     )
@@ -193,7 +193,7 @@ def test_on_a_mesh_it_moves_what_its_array_moves(devices, kind, w_axes, of_x, of
         assert moved(found) == moved(of_array), name
 
 
-def test_shard_map(devices):
+def test_a_weight_quantized_once_inside_shard_map(devices):
     """Replicated weights, whose gradient is summed over the devices that tokens are split over."""
     mesh = make_mesh(devices, "x")
     x, dy = normal((256, 64), 1), normal((256, 48), 3)
@@ -214,7 +214,7 @@ def test_shard_map(devices):
 
 # ---------------------------------------------------------------- experts
 @pytest.mark.parametrize("w_axes", ["nk", "kn"])
-def test_grouped_linear(cpu, w_axes):
+def test_grouped_linear_takes_experts_quantized_once(cpu, w_axes):
     """By every recipe. The transpose for dx is no more work than that of a dense layer: it was quantized, too."""
     sizes, w = jnp.array([9, 0, 20], jnp.int32), normal((3, 48, 64), 2, "fp32")
     w = w if w_axes == "nk" else w.mT

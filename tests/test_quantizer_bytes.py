@@ -24,14 +24,14 @@ def on_one_cpu() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_on_cpus():
+def test_four_cpus_write_the_bytes_of_one():
     """The settings of 4over6 agree on most blocks, and so on some matrices."""
     assert len(set(on_one_cpu().values())) > len(SUPPORTED_SPECS)
     assert digests(jax.devices("cpu")[:4]) == on_one_cpu()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_on_gpus(count):
+def test_gpus_write_the_bytes_of_a_cpu(count):
     if len(gpus()) < count:
         skip_or_fail("cuda" if count == 1 else "sharding", f"fewer than {count} CUDA devices")
     assert digests(gpus()[:count]) == on_one_cpu()

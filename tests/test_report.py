@@ -155,7 +155,7 @@ def test_relative_error_is_zero_on_the_grid_and_without_normal_numbers(native):
 
 # ---------------------------------------------------------------- special values
 @pytest.mark.parametrize("spec", [NVFP4, NVFP4_RHT, ROW_SCALED], ids=name_of)
-def test_zero_tensor(native, spec):
+def test_a_tensor_of_zeros_has_no_error(native, spec):
     got = make_report(np.zeros(SHAPE, np.float32), spec)
     assert isinstance(got, QuantizationReport)
     assert [(v.shape, v.dtype) for v in jax.tree.leaves(got)] == [((), jnp.float32)] * 5
@@ -239,7 +239,7 @@ def test_random_rounding_changes_only_the_error(native):
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 16, 64)])
-def test_no_elements(shape):
+def test_a_report_without_elements_is_zero(shape):
     for spec in (NVFP4, four_over_six(block_rows=16)):
         got = quantization_report(jnp.zeros(shape), spec)
         assert all(float(v) == 0 for v in jax.tree.leaves(got))

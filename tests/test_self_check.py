@@ -21,8 +21,7 @@ from conftest import skip_or_fail
 from helpers import assert_bitwise, assert_same_tensor, matmul_by_formula
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from operands import normal
-from products import ask_stand_in, library_on_cpu, order_free_operands
+from operands import ask_stand_in, library_on_cpu, normal, order_free_operands
 from scripts import in_two_processes
 
 import jnvfp4

@@ -174,7 +174,7 @@ def test_a_sharding_constraint_is_enough(devices):
 
 
 @every_kind
-def test_leading_axes(devices, kind):
+def test_split_leading_axes_need_no_collective(devices, kind):
     mesh, x = make_mesh(devices, kind=kind), normal((8, 32, 256))
     f = partial(quantize, amax=jnp.float32(4))
     for spec in (P("x", "y"), P(None, "x", "y"), P(("x", "y"))):

@@ -94,7 +94,7 @@ LAYOUTS_IN_TURN = [
 
 
 @pytest.mark.parametrize(("kind", "of_a", "of_b", "of_y"), LAYOUTS_IN_TURN)
-def test_matmul(devices, kind, of_a, of_b, of_y, operands):
+def test_products_have_the_bits_of_one_device(devices, kind, of_a, of_b, of_y, operands):
     """Over M and N without a collective; over K by one sum in float32; a K that only one side splits is gathered."""
     mesh = make_mesh(devices, kind=kind)
     bias = normal((N,))
@@ -284,7 +284,7 @@ CONTEXTS = {
 
 @pytest.mark.parametrize("implementation", ["native", pytest.param("reference", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("columns", "kind", "context"), CONTEXTS.values(), ids=CONTEXTS)
-def test_every_primitive(devices, columns, kind, context, implementation):
+def test_every_primitive_has_the_bits_of_one_device(devices, columns, kind, context, implementation):
     mesh, x = make_mesh(devices, kind=kind), normal((128, columns))
     a, b = exact_tensor((M, K), 1), exact_tensor((N, K), 2)
     want = every_primitive("native", *home(devices, (x, a, b)))

@@ -57,7 +57,7 @@ def subnormal_pairs() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_operations(backend, operation):
+def test_operations_are_those_of_ieee(backend, operation):
     """Random numbers, subnormal results, and all pairs of edge values; these outside of jit too."""
     parts = random_pairs(), subnormal_pairs(), edge_pairs()
     a, b = (np.concatenate(side) for side in zip(*parts, strict=True))
@@ -69,7 +69,7 @@ def test_operations(backend, operation):
 
 @every_half
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_narrowing(backend, half, jit):
+def test_narrowing_rounds_to_nearest_even(backend, half, jit):
     patterns = np.concatenate([edge_values(), random_pairs()[0], halfway(half)])
     cast = functools.partial(softfloat.from_bits, dtype=HALVES[half])
     got = (jax.jit(cast) if jit else cast)(jnp.asarray(patterns))
@@ -90,13 +90,13 @@ def test_float32_keeps_all_but_nan(backend):
 
 @every_half
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_widening(backend, half, jit):
+def test_widening_is_exact(backend, half, jit):
     x = np.arange(65536, dtype=np.uint16).view(HALVES[half])
     widen = lambda x: softfloat.from_bits(softfloat.to_bits(x))  # noqa: E731
     assert_bitwise((jax.jit(widen) if jit else widen)(jnp.asarray(x)), canonical_nans(x.astype(np.float32)), half)
 
 
-def test_clamp_max(backend):
+def test_clamp_max_makes_infinity_the_largest_number(backend):
     patterns = edge_values()[: len(edge_values()) // 2]
     want = patterns.copy()
     want[want == 0x7F800000] = 0x7F7FFFFF

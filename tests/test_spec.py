@@ -78,7 +78,7 @@ def test_every_fused_pair_is_one_call():
         assert calls == ["nvfp4_quantize_pair"], pair
 
 
-def test_a_pair_without_a_kernel(native):
+def test_a_pair_without_a_kernel_is_refused(native):
     x, specs = Case("x", (32, 64)).make(), (NVFP4, ROW_SCALED)
     assert specs not in FUSED_PAIRS
     operands = (x, np.float32(3), np.full(64, 3, np.float32))

@@ -112,7 +112,7 @@ def test_an_abstract_tree_has_an_abstract_state():
     assert jax.tree.structure(from_state(jax.eval_shape(lambda: to_state(tree)))) == jax.tree.structure(tree)
 
 
-def test_shardings_stay():
+def test_shardings_stay_in_a_state():
     device = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[1])
     tree = jax.device_put({"w": quantize(normal((32, 64)))}, device)
     assert {leaf.sharding for leaf in jax.tree.leaves(to_state(tree)) if isinstance(leaf, jax.Array)} == {device}

@@ -28,7 +28,7 @@ def tensor():
 
 
 @every_scope
-def test_fields(spec):
+def test_fields_have_the_documented_shapes_and_dtypes(spec):
     t = quantize(normal((2, 32, 192)), spec)
     assert (t.shape, t.ndim, t.dtype) == ((2, 32, 192), 3, jnp.dtype(jnp.float4_e2m1fn))
     amax = {"tensor": (), "row": (2, 32), "window64": (2, 32, 3)}[spec.format.amax_scope]
@@ -260,7 +260,7 @@ def test_shardings_that_do_not_fit(layout, error, text):
 # ---------------------------------------------------------------- the amax of the whole tensor
 @every_scope
 @pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transpose"])
-def test_tensor_amax(native, spec, transpose):
+def test_tensor_amax_is_that_of_the_input(native, spec, transpose):
     x = normal((2, 64, 128), dtype="fp32")
     got = jax.jit(lambda x: quantize(x, spec, transpose=transpose).tensor_amax)(x)
     assert_bitwise(got, np.abs(np.asarray(x)).max())

@@ -496,7 +496,7 @@ def test_what_is_quantized_is_a_constant():
 
 
 # ---------------------------------------------------------------- settings of JAX
-def test_without_jit():
+def test_without_jit_the_bits_are_the_same():
     x = normal((16, 32))
     f = lambda: (quantize(x), linear(x, x), quantize_pair(x, NVFP4_SR, NVFP4_RHT_SR, key=KEY))  # noqa: E731
     with jax.disable_jit():

@@ -40,7 +40,7 @@ def by_numpy(q: NVFP4Tensor) -> NVFP4Tensor:
 
 
 # ---------------------------------------------------------------- bytes
-def test_quantized_cases(native):
+def test_it_is_what_quantize_makes_of_the_transpose(native):
     for case in cases.tagged("quick"):
         x = case.make()
         got = jnvfp4.transpose(quantize(x, NVFP4_2D), implementation="native")
@@ -152,7 +152,7 @@ def check_no_collective(devices, kind, axes, spec, implementation=None):
 
 
 @pytest.mark.parametrize(("axes", "spec"), LAYOUTS[1:5], ids=str)
-def test_no_collective(devices, axes, spec):
+def test_split_tiles_need_no_collective(devices, axes, spec):
     check_no_collective(devices, "auto", axes, spec)
 
 
