@@ -105,11 +105,9 @@ class Moe(nn.Module):
 class MoeBlock(nn.Module):
     """An ``Mlp`` and a ``Moe``."""
 
-    wrap: Any = staticmethod(lambda f: f)
-
     @nn.compact
     def __call__(self, x):
-        return Moe(self.wrap, name="moe")(Mlp(name="mlp")(x))
+        return Moe(name="moe")(Mlp(name="mlp")(x))
 
 
 def shapes(model: nn.Module, x=X):

@@ -526,7 +526,7 @@ def test_peers_that_are_not_installed_are_named(capsys, monkeypatch):
 
 def test_the_commands_of_the_readme_are_understood():
     page = (ROOT / "benchmarks" / "README.md").read_text()
-    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("python -m benchmarks")]
+    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("python -m benchmarks ")]
     assert len(commands) >= 8
     for command in commands:
         args = _parser().parse_args(shlex.split(command)[3:])

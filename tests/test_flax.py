@@ -177,7 +177,7 @@ def test_a_module_without_a_hook_is_named(api, make, name, why):
 
 def test_an_error_names_the_layer(api):
     einsum = api.einsum("bsd,de->bse", (32, 32), precision="highest")
-    for layer, op in (api.linear(32, precision="highest"), "DotGeneral"), (einsum, "einsum"):
+    for layer, op in (api.linear(32, precision="highest"), "DotGeneral"), (einsum, "Einsum"):
         text = f"{op} of layer '{api.first}': precision must be None or 'default', got 'highest'; .* recipe None"
         with pytest.raises(ValueError, match=text):
             program(api, api.sequential(layer), EVERY)

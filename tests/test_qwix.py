@@ -131,8 +131,17 @@ def test_all_layers_of_a_model_are_reached():
     assert products(lambda v: driven.apply(v, TOKENS), variables) == 7
     driven = qwix.quantize_model(NnxTransformer(nnx.Rngs(0), layers=1), provider, TOKENS)
     assert products(driven, TOKENS) == 7
-    moe = qwix.quantize_model(Moe(), Provider(Policy(default=NEAREST)))
-    assert str(jax.make_jaxpr(lambda v: moe.apply(v, X))(shapes(Moe()))).count("nvfp4_grouped_matmul[") == 3
+    for model in (Moe(), Moe(sharded)):
+        moe = qwix.quantize_model(model, Provider(Policy(default=NEAREST)))
+        text = str(jax.make_jaxpr(lambda v, moe=moe: moe.apply(v, X))(shapes(model)))
+        assert text.count("nvfp4_grouped_matmul[") == 3
+
+
+def sharded(f):
+    """Splits experts along their last axis: along K of down, and along N of the others."""
+    mesh, of_w = make_mesh(jax.devices("cpu")[:2], "x"), P(None, None, "x")
+    split = lambda x, *weights: jax.lax.psum(f(x, *weights), "x")  # noqa: E731
+    return jax.shard_map(split, mesh=mesh, in_specs=(P(), of_w, of_w, of_w), out_specs=P())
 
 
 class Flipped(nn.Module):

@@ -165,7 +165,7 @@ bool check_scratch() {
 bool check_plan(int capability, int64_t scratch, std::string_view planned, std::string_view want, bool pinned = false) {
   std::string_view kernel;
   const GroupedProblem problem{{128, 4, 128, 256}, MatmulProblem::Left::kNvfp4, Float::kBf16, pinned};
-  const std::string text = kGroupedKernels.adapt(planned, problem, {capability, true}, scratch, &kernel);
+  const std::string text = kGroupedKernels.adapt(planned, problem, {capability}, scratch, &kernel);
   const bool names_kernel = kGroupedKernels.find(want) != nullptr;
   if (text.empty() ? kernel == want : !names_kernel && text.find(want) != std::string::npos) return true;
   std::printf("on %d: %s%s\n", capability, text.c_str(), std::string(kernel).c_str());
