@@ -165,12 +165,13 @@ def test_weights_may_be_the_left_operand():
 
 
 class Scaled(nn.Module):
-    """Einsums that are no products, with the weights on either side."""
+    """Einsums that are no products, with the weights on either side, or with arguments that are not passed on."""
 
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.normal(1.0), (48, 32))
-        return jnp.einsum("fd, bsd -> bsfd", w, x) + jnp.einsum("bsd,fd->bsfd", x, w)
+        y = jnp.einsum("bsd,fd->bsf", jnp.einsum(x, [0, 1, 2], [0, 1, 2]), w, optimize="optimal")
+        return y[..., None] + jnp.einsum("fd, bsd -> bsfd", w, x) + jnp.einsum("bsd,fd->bsfd", x, w)
 
 
 def test_an_einsum_that_is_no_product_stays_as_it_is():
@@ -196,6 +197,20 @@ def test_of_two_operands_of_one_shape_the_right_one_is_the_parameter():
     variables, driven = init(model, x), qwix.quantize_model(model, Provider(Policy(default=NEAREST)))
     want = linear(jnp.sin(x) + x, variables["params"]["w"].astype(x.dtype), NEAREST, w_axes="kn")
     assert_bitwise(jax.jit(driven.apply)(variables, x), jax.jit(lambda: want)())
+
+
+class Several(nn.Module):
+    """A parameter of two arrays."""
+
+    @nn.compact
+    def __call__(self, x):
+        a, b = self.param("ab", lambda _: (jnp.ones((32, 48)), jnp.ones((48, 32))))
+        return x @ a @ b
+
+
+def test_only_arrays_are_parameters():
+    model = qwix.quantize_model(Several(), Provider(Policy(default=NEAREST)))
+    assert products(lambda v: model.apply(v, X), shapes(Several())) == 0
 
 
 class FlippedExperts(nn.Module):
@@ -266,13 +281,15 @@ class Weighted(nnx.Module):
 
 
 class Weights(nnx.Module):
-    """Two of them and a layer of Flax, whose kernel is read in other ways."""
+    """Two of them, a layer of Flax, whose kernel is read in other ways, and a vector."""
 
     def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones(32, jnp.bfloat16))
         self.attn, self.wi = Weighted((32, 2, 16), rngs), Weighted((32, 2, 16), rngs, "wi")
         self.up = nnx.Linear(32, 48, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
 
     def __call__(self, x):
+        x = x * self.weight[...]
         return self.attn(x), self.wi(x), self.up(x)
 
 
@@ -286,7 +303,11 @@ def test_rules_and_explain_see_parameters_of_any_name():
         ("wi/wi", (32, 2, 16), NEAREST, "rule 'wi/wi|attn'"),
         ("up", (32, 48), None, "no rule matches"),
     ]
-    assert "jnvfp4.qwix.Provider reaches and apply does not" in str(Policy([]).explain(model))
+    explained = Policy([]).explain(model)
+    assert [d.path for d in explained] == ["attn", "up", "wi/wi"]
+    assert "jnvfp4.qwix.Provider reaches and apply does not" in str(explained)
+    with pytest.raises(ValueError, match="every rule must match a layer, got ''"):  # a vector is none
+        qwix.quantize_model(model, Provider(Policy([Rule("", NEAREST)])), X)
 
 
 def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
@@ -308,15 +329,6 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
     model.up.precision = "highest"
     with pytest.raises(ValueError, match="layer 'up': precision must be None or 'default', got 'highest'"):
         model(x)
-    odd = nnx.Linear(40, 32, rngs=nnx.Rngs(0))
-    odd = qwix.quantize_model(
-        nnx.Sequential(odd),
-        Provider(Policy(default=NEAREST), lora=qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)),
-        jnp.ones((4, 40)),
-        rngs=nnx.Rngs(1),
-    )
-    assert isinstance(odd.layers[0].kernel[...], jax.Array)  # K is padded in each call
-    assert odd(jnp.ones((4, 40))).shape == (4, 32)
     with pytest.raises(TypeError, match=r"Provider: lora must be a qwix\.LoraProvider or None, got 4"):
         Provider(Policy(), lora=4)
     for policy in (Policy(w_gather=(P("x"), P())), Policy([Rule("up", NEAREST, (P("x"), P()))])):
@@ -324,21 +336,54 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
             Provider(policy, lora=lora)
 
 
-class Positional(nnx.Module):
-    """Gives the precision and the dtype of its result by their places."""
-
+class Batched(nnx.Module):
     def __init__(self):
-        self.w = nnx.Param(jax.random.normal(KEY, (32, 64), jnp.bfloat16))
+        self.kernel = nnx.Param(jnp.ones((2, 32, 48)))
 
     def __call__(self, x):
-        return jax.lax.dot_general(x, self.w[...], (((1,), (0,)), ((), ())), None, jnp.float32)
+        return jnp.einsum("bsd,bde->bse", x, self.kernel[...])
+
+
+KEPT = {  # by why they are: K is padded in each call, or N of tiles of 16
+    "K": ((40, 32), NEAREST),
+    "N": ((32, 40), NEAREST),
+    "high precision": ((32, 32), Recipe(None, None, None)),
+    "a product for each example": (None, NEAREST),
+}
+
+
+@pytest.mark.parametrize(("sizes", "recipe"), KEPT.values(), ids=KEPT)
+def test_lora_keeps_what_does_not_fit(sizes, recipe):
+    layer = Batched() if sizes is None else nnx.Linear(*sizes, rngs=nnx.Rngs(0))
+    provider = Provider(Policy(default=recipe), lora=qwix.LoraProvider(module_path="none", rank=4, alpha=8.0))
+    x = jnp.ones((2, 4, layer.kernel.shape[-2]))
+    model = qwix.quantize_model(nnx.Sequential(layer), provider, x, rngs=nnx.Rngs(1))
+    assert isinstance(model.layers[0].kernel[...], jax.Array)
+    assert jax.eval_shape(model, x).shape == (2, 4, layer.kernel.shape[-1])
+
+
+def test_lora_leaves_a_linen_model_as_it_is():
+    provider = Provider(Policy(default=NEAREST), lora=qwix.LoraProvider(module_path="none", rank=4, alpha=8.0))
+    model = qwix.quantize_model(Mlp(), provider)
+    assert products(lambda v: model.apply(v, X), shapes(Mlp())) == 2
+
+
+class Positional(nnx.Module):
+    """Contracts the axes of x in another order, and gives the precision and the dtype of its result by their places."""
+
+    def __init__(self):
+        self.w = nnx.Param(jax.random.normal(KEY, (4, 8, 64), jnp.bfloat16))
+
+    def __call__(self, x):
+        return jax.lax.dot_general(x, self.w[...], (((2, 1), (0, 1)), ((), ())), None, jnp.float32)
 
 
 def test_lora_passes_on_the_key_and_the_options_of_a_product():
-    recipe, x = Recipe((NVFP4_SR, NVFP4), None, None), jnp.ones((4, 32), jnp.bfloat16)
+    recipe, x = Recipe((NVFP4_SR, NVFP4), None, None), X.reshape(-1, 8, 4).astype(jnp.bfloat16)
     lora = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
     with step_key(KEY):
         provider = Provider(Policy(default=recipe), lora=lora)
         model = qwix.quantize_model(nnx.Sequential(Positional()), provider, x, rngs=nnx.Rngs(1))
         got, kept = model(x), model.layers[0].w.get_value().tensor  # adapters start at zero
-        assert_bitwise(got, linear(x, kept, recipe, key=fold_path(KEY, "layers/0"), out_dtype=jnp.float32))
+        rows = x.mT.reshape(-1, 32)
+        assert_bitwise(got, linear(rows, kept, recipe, key=fold_path(KEY, "layers/0"), out_dtype=jnp.float32))

@@ -205,7 +205,7 @@ def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | Non
         return None, "has an einsum_op of its own"
     x, w = module.einsum_str.partition("->")[0].split(",")
     shape = tuple(module.kernel_shape)
-    hidden = len(shape) - len(w.replace("...", "")) if "..." in w else 0  # axes for which an ellipsis stands
+    hidden = len(shape) - len(w.replace("...", ""))  # axes for which an ellipsis stands
     return sizes_of(module.einsum_str, len(x.replace("...", "")) + hidden, shape)
 
 
