@@ -199,8 +199,7 @@ class Provider(qwix.QuantizationProvider):
     def _frozen_dot(
         self, path: str, w: Frozen, x: jax.Array, axes: Sequence[int], recipe: Recipe, *args: Any, **options: Any
     ) -> jax.Array:
-        key = self._key(recipe, path) if recipe.stochastic_forward else None
-        return w.dot(f"layer {path!r}", x, axes, recipe, key, *args, **options)
+        return w.dot(f"layer {path!r}", x, axes, recipe, self._key(recipe, path), *args, **options)
 
     def _key(self, recipe: Recipe, path: str) -> jax.Array | None:
         module = flax_util.get_current_module()

@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, files_of, header_of, model_of, weight, with_header
+from checkpoints import GOLDEN, array, files_of, header_of, model_of, weight, with_header
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoint, lint, open_checkpoint
@@ -27,8 +27,8 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def source_model(directory) -> Path:
-    """A layer with attention, a router and three experts; its shapes divide by 8 ranks."""
-    shapes = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "o": (128, 128)}
+    """A layer with attention, a router and three experts; its shapes divide by 8 ranks, and q, k, v fill no tile."""
+    shapes = {"q": (128, 96), "k": (64, 96), "v": (64, 96), "o": (128, 128)}
     tensors = {f"{ATTENTION}.{role}_proj.weight": weight(*shape) for role, shape in shapes.items()}
     for e in range(3):
         tensors |= {f"{MOE}.experts.{e}.{role}_proj.weight": weight(128, 128, e) for role in ("gate", "up", "down")}
@@ -231,12 +231,16 @@ BROKEN = [
     ("bad-block-scales", "negative", block_scale(0x81), ANY, False),
     ("padded-scales", "plain", padded(), ANY, True),
     ("padded-scales", "swizzled", padded(swizzle=True), ANY, True),
+    ("padded-scales", "swizzled, whole tiles of rows", padded(f"{ATTENTION}.q_proj", swizzle=True), ANY, True),
     ("padded-scales", "swizzled bytes", padded(swizzle=True, as_bytes=True, flat=True), ANY, True),
     ("padded-scales", "swizzled bytes of whole tiles", padded(UP, swizzle=True, as_bytes=True, flat=True), ANY, True),
     ("padded-scales", "one axis of whole tiles", padded(UP, flat=True), ANY, False),
     ("parts", "no scales", without("scales"), ANY, False),
     ("parts", "no global", without("global_scale"), ANY, False),
     ("parts", "half", put("scales", lambda x: x[:, :4], UP), ANY, False),
+    ("parts", "no rows", both(*(put(p, lambda x: x[:0], f"{ATTENTION}.o_proj") for p in ("codes", "scales"))), ANY,
+     False),
+    ("parts", "scales as bytes", put("scales", lambda x: ("U8", x.view(np.uint8)), UP), ANY, False),
     ("parts", "dtype", put("global_scale", lambda x: ("I32", np.ones((), np.int32)), UP), ANY, False),
     ("experts-differ", "dtype", in_16_bits, (CT,), False),
     ("experts-differ", "missing", lambda b: [without(p, DOWN)(b) for p in b.layout.parts(DOWN)._fields], ANY, False),
@@ -256,6 +260,8 @@ BROKEN = [
      ANY, True),
     ("config", "unknown key of a group", both(entry("ignore", [ROUTER]), group_entry("output_activations", {"a": 1})),
      ANY, False),
+    ("config", "8 bits", both(entry("ignore", [ROUTER]), group_entry("weights", {"num_bits": 8, "type": "float"})), ANY,
+     False),
     ("config", "dynamic", both(no_activations, entry("ignore", [ROUTER]), entry("activation_scheme", "dynamic")),
      ANY, False),
     ("config", "dynamic group", both(no_activations, entry("ignore", [ROUTER]),
@@ -317,6 +323,33 @@ def _same(a, b, name) -> bool:
     return (e.tag, e.shape) == (f.tag, f.shape) and a.read(name).tobytes() == b.read(name).tobytes()
 
 
+# The layout, what is broken, the rules that find it, and whether --fix adds the scale of activations that is missing.
+SEVERAL = {
+    "two algorithms, no scale": (MODELOPT, both(entry("quant_algo", "W4A16_NVFP4", HF_QUANT), without("activation")),
+                                 {"config", "input-scale-missing"}, True),
+    "W4A16 with some scales": (CT, both(weight_only_config, without("activation")), {"config"}, False),
+    "a section in one file": (MODELOPT, lambda b: b.config.pop("quantization_config"), set(), False),
+    "scales of no weight": (MODELOPT, both(entry("ignore", [ROUTER]), lambda b: b.tensors.update(
+        {"a.weight_scale": ("F8_E4M3", np.ones((16, 2), E4M3))})), {"config"}, False),
+    "fused with scales in an unknown order": (
+        MODELOPT, both(padded(UP, flat=True), scaled(1.5), without("activation")),
+        {"padded-scales", "fused-globals", "input-scale-missing"}, True),
+    "1.0 in all but one": (
+        MODELOPT, both(lambda b: [x.fill(1) for n, (_, x) in b.tensors.items() if n.endswith(".input_scale")],
+                       without("activation")), {"input-scale-one", "input-scale-missing"}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "breaks", "rules", "adds"), SEVERAL.values(), ids=SEVERAL)
+def test_faults_beside_each_other(tmp_path, sound, layout, breaks, rules, adds):
+    b = Broken(sound[layout])
+    breaks(b)
+    path = b.write(tmp_path / "broken")
+    assert {f.rule for f in lint(path)} == rules
+    done = fix_checkpoint(path, tmp_path / "fixed").keys() - {CONFIG, HF_QUANT}
+    assert done == ({b.part(UP, "activation")} if adds else set())
+
+
 # ---------------------------------------------------------------- what --fix writes
 def fixed(tmp_path, sound, breaks, layout=MODELOPT) -> tuple[Broken, Broken]:
     """A checkpoint as it was before it was broken, and after it was fixed."""
@@ -349,6 +382,25 @@ def test_activations_get_the_largest_scale_of_siblings(tmp_path, sound, layout, 
     assert (tag, got.shape) == ("F32", after.layout.global_shape)
     assert len(set(scales)) > 1
     assert got.item() == pytest.approx(max(scales) if layout == MODELOPT else min(scales), rel=1e-6)
+
+
+def test_a_stack_of_experts_has_a_scale_each(tmp_path):
+    """Stored as [E, K, N], of which K is split over ranks."""
+    stack = f"{MOE}.experts"
+    tensors = {f"{stack}.{role}_proj": array(2, 128, 64) for role in ("gate", "up", "down")}
+    model = model_of(tmp_path / "model", tensors, {"model_type": "llama4"})
+    convert_checkpoint(model, tmp_path / "sound", ConvertOptions(input_amax=3.0))
+    assert lint(tmp_path / "sound") == []
+    b = Broken(tmp_path / "sound")
+    name = f"{stack}.up_proj_input_scale"
+    scale = b.tensors.pop(name)[1]
+    blocks = b.tensors[f"{stack}.down_proj_weight_scale"][1]
+    blocks.view(np.uint8)[1, 2, 3] = 0x7F
+    fix_checkpoint(b.write(tmp_path / "broken"), tmp_path / "fixed")
+    after = Broken(tmp_path / "fixed").tensors
+    assert after[name][1].tolist() == scale.tolist()
+    assert after[f"{stack}.down_proj_weight_scale"][1].shape == blocks.shape
+    assert lint(tmp_path / "fixed") == []
 
 
 def test_scales_are_found_in_any_order(tmp_path, sound):
@@ -408,10 +460,12 @@ def test_faults_of_one_weight_are_mended_together(tmp_path, sound):
     done = fix_checkpoint(path, tmp_path / "fixed")
     assert done[b.part(k, "scales")].startswith("stored as [N, K/16], 448 for NaN, rounded again")
     assert [f.rule for f in lint(tmp_path / "fixed")] == ["bad-globals"]
-    value("global_scale", 0, f"{ATTENTION}.v_proj")(b)
+    v = f"{ATTENTION}.v_proj"
+    value("global_scale", 0, v)(b)
     assert [f.where for f in lint(b.write(tmp_path / "more")) if f.rule == "fused-globals"] == [f"{ATTENTION}.q_proj"]
+    assert b.part(v, "global_scale") not in fix_checkpoint(tmp_path / "more", tmp_path / "again")
     _, scales = Broken(tmp_path / "fixed").tensors[b.part(k, "scales")]
-    assert scales.shape == (64, 8)
+    assert scales.shape == (64, 6)
     assert scales[3, 5].astype(np.float32) == 224
 
 
@@ -455,9 +509,10 @@ GOLDENS = sorted(p.parent for p in GOLDEN.rglob("model.safetensors") if p.parent
 
 @pytest.mark.parametrize("path", GOLDENS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_golden_checkpoints_have_no_finding(path, capsys):
-    """Notes say that activations are not calibrated, and that eight ranks are too many."""
+    """Notes say that activations are not calibrated, once, and that eight ranks are too many."""
     assert len(GOLDENS) == 5
     assert all(f.note for f in lint(path))
+    assert sum(f.rule == "input-scale-one" for f in lint(path)) <= 1
     assert main(["lint", str(path)]) == 0
     assert capsys.readouterr().out.endswith("\nno finding\n")
 
@@ -492,6 +547,11 @@ def test_lists_of_other_software_are_read_as_loaders_do(tmp_path, sound, layout)
         b.quantization["ignore"] = []
         b.quantization["config_groups"]["group_0"]["targets"] = ["re:.*self_attn.*", "re:.*experts.*"]
         assert lint(b.write(tmp_path / "targets")) == []
+        return
+    for role in "qkv":
+        in_16_bits(b, f"{ATTENTION}.{role}_proj")
+    b.quantization["ignore"] = b.hf_quant["quantization"]["exclude_modules"] = [*listed, f"{ATTENTION}.qkv_proj"]
+    assert lint(b.write(tmp_path / "fused")) == []
 
 
 def test_mixed_formats_are_checked_but_for_their_config(tmp_path, sound):
@@ -503,7 +563,10 @@ def test_mixed_formats_are_checked_but_for_their_config(tmp_path, sound):
     both(without("activation"), kv, entry("ignore", ["lm_head"]))(b)
     found = [(f.rule, f.fixable) for f in lint(b.write(tmp_path / "broken"))]
     assert found == [("input-scale-missing", True), ("kv-scales", False)]
-    b.hf_quant["quantization"]["quantized_layers"] = {f"{MOE}.experts.*": {"quant_algo": "W4A16_NVFP4"}}
+    b.hf_quant["quantization"]["quantized_layers"] = {
+        f"{MOE}.*": {"quant_algo": "NVFP4"},
+        f"{MOE}.experts.*": {"quant_algo": "W4A16_NVFP4"},
+    }
     assert [f.rule for f in lint(b.write(tmp_path / "weight-only"))] == ["kv-scales"]
 
 
@@ -534,6 +597,8 @@ def test_activations_are_judged_by_their_group(tmp_path, sound):
         both(group_entry("input_activations", {"num_bits": 4, "dynamic": True}), without("activation"))(b)
         value("activation", 0, DOWN)(b)
         assert lint(b.write(tmp_path / layout)) == []
+        no_activations(b)
+        assert lint(b.write(tmp_path / f"{layout}-none")) == []
 
 
 def test_scales_of_a_cache_in_another_format_are_no_finding(tmp_path, sound):

@@ -220,6 +220,20 @@ def test_scanned_layers_have_no_numbers():
     message = r"must have numbers in their paths for last_bf16=1 \(scanned layers have none\), got block/down, block/up"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(quantized(model, policy), shapes(model))
+    beside = nn.Sequential([model, Mlp()])  # which has a number
+    with pytest.raises(ValueError, match=r"layers must not be scanned for last_bf16=1, .* got layers_0/block/up"):
+        jax.eval_shape(quantized(beside, policy), shapes(beside))
+
+
+def test_a_vector_is_no_layer():
+    class Gain(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x * self.param("kernel", nn.initializers.ones, (32,))
+
+    model = nn.Sequential([Gain(), nn.Dense(32)])
+    with pytest.raises(ValueError, match="every rule must match a layer, got 'layers_0'"):
+        jax.eval_shape(quantized(model, Policy([Rule("layers_0", NEAREST)])), shapes(model))
 
 
 def test_explain_of_a_module_needs_its_inputs():

@@ -132,7 +132,8 @@ def test_adapters_of_lora_stay_as_they_are():
     model = nnx.LoRALinear(32, 48, lora_rank=4, rngs=nnx.Rngs(0))
     model.lora.lora_b[...] = jnp.ones((4, 48))
     policy = Policy(default=NEAREST)
-    assert [d.path for d in policy.explain(model)] == [""]
+    stacked = nnx.vmap(lambda rngs: nnx.LoRALinear(32, 48, lora_rank=4, rngs=rngs))(nnx.Rngs(0).split(2))
+    assert [[d.path for d in policy.explain(m)] for m in (model, stacked)] == [[""], [""]]
     apply(model, policy)
     base = linear(X, model.kernel[...], NEAREST, w_axes="kn") + model.bias[...]
     assert_bitwise(model(X), base + X @ model.lora.lora_a[...] @ model.lora.lora_b[...])

@@ -250,6 +250,8 @@ def test_the_kernels_of_the_pinned_order():
     assert plan(pinned=True)[::2] == ("sm90_nvfp4_pinned_grouped", "")
     few = (16, 4, 128, 256)  # rows that the fast order multiplies without a list of tiles
     assert plan(shape=few, pinned=True).scratch_bytes > plan(shape=few).scratch_bytes == 0
+    empty, full = (plan(shape=(3, groups, 128, 256), pinned=True) for groups in (300, 3))
+    assert empty == full  # a group without rows has no tile
     for left, capability in (("bfloat16", 90), ("nvfp4", 80), ("nvfp4", 120), ("float16", None)):
         assert plan(left, capability, pinned=True) == ("", 0, "no kernel multiplies these operands there")
     free = ("nvfp4", "sm90_nvfp4_grouped"), ("float16", "sm90_dense_grouped"), ("nvfp4", "decode_then_ragged_dot")

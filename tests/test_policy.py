@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jnvfp4 import Policy, Rule, recipes
-from jnvfp4.policy import KEEP, Layer
+from jnvfp4.policy import KEEP, Layer, is_of_experts
 
 SR, ROWS = recipes.pretrain(), recipes.row_scaled()
 
@@ -197,6 +197,15 @@ def test_a_tree_of_linen_variables():
     assert decided(Policy(default=SR), {"params": tree("up")}) == {"up": SR}
     scale = {"norm": {"scale": jnp.ones(4)}, "up": {"w": jnp.ones((4, 4))}, "v": {"weight": jnp.ones((4, 4))}}
     assert decided(Policy(default=SR), scale) == {"up": SR, "v": SR}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "of_experts"),
+    [("up", (4, 32, 64), True), ("up", (2, 4, 32, 64), True), ("position", (1, 32, 64), False),
+     ("scale", (4, 32, 64), False), ("up", (32, 64), False)],
+)  # fmt: skip
+def test_parameters_that_may_be_those_of_experts(name, shape, of_experts):
+    assert is_of_experts(name, shape) == of_experts
 
 
 def test_a_model_of_a_library_without_an_adapter_is_a_tree(monkeypatch):

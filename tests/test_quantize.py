@@ -109,9 +109,10 @@ def test_native(native, spec, transpose):
         check(native_quantize(x, spec, transpose=transpose), turned(x, transpose), spec, None, transpose, case.name)
 
 
-def test_rows_that_end_within_a_group_of_blocks(native):
-    """A CPU encodes 16 blocks at a time."""
-    x = cases.Case("x", (5, 384), "fp32", "normal").make(0) * 2.0 ** np.arange(5)[:, None].astype(np.float32)
+@pytest.mark.parametrize("k", [384, 1040, 1600, 2096, 3216])
+def test_rows_that_end_within_a_group_of_blocks(native, k):
+    """A CPU encodes 16 blocks at a time, and takes the global scales of the group before the last three if they fit."""
+    x = cases.Case("x", (5, k), "fp32", "normal").make(0) * 2.0 ** np.arange(5)[:, None].astype(np.float32)
     check(native_quantize(x, ROW_SCALED), x, ROW_SCALED)
 
 
@@ -185,6 +186,13 @@ def test_amax_per_leading_index(native, spec, transpose):
         for i in np.ndindex(2, 3):
             own = jax.tree.map(lambda leaf, i=i: leaf[i], t)
             assert_same_tensor(own, native_quantize(x[i], spec, amax[i], transpose))
+
+
+def test_what_follows_a_kernel_has_subnormals_as_before(native):
+    """XLA:CPU flushes them; kernels do not."""
+    x, tiny = np.ones((16, 32), np.float32), np.float32(3e-39)
+    after = jax.jit(lambda x, tiny: jnvfp4.dequantize(jnvfp4.quantize(x), jnp.float32) * tiny)
+    assert_bitwise(after(x, tiny), jax.jit(jnp.multiply)(x, tiny))
 
 
 def test_a_number_as_amax(native):

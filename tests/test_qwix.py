@@ -152,12 +152,13 @@ def test_weights_may_be_the_left_operand():
 
 
 class Scaled(nn.Module):
-    """Einsums that are no products, with the weights on either side."""
+    """Einsums that are no products, with the weights on either side, or with arguments that are not passed on."""
 
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.normal(1.0), (48, 32))
-        return jnp.einsum("fd, bsd -> bsfd", w, x) + jnp.einsum("bsd,fd->bsfd", x, w)
+        y = jnp.einsum("bsd,fd->bsf", jnp.einsum(x, [0, 1, 2], [0, 1, 2]), w, optimize="optimal")
+        return y[..., None] + jnp.einsum("fd, bsd -> bsfd", w, x) + jnp.einsum("bsd,fd->bsfd", x, w)
 
 
 def test_an_einsum_that_is_no_product_stays_as_it_is():
@@ -170,23 +171,38 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
 
 
 class Square(nn.Module):
-    """Activations of the shape of the parameter, by which it is multiplied, over its norm or added to another."""
+    """Activations of the shape of the parameter, by which it is multiplied, over its norm or with another."""
 
-    added: bool
+    together: bool
 
     @nn.compact
     def __call__(self, x):
         w = self.param("w", nn.initializers.normal(1.0), (32, 32))
-        w = w + self.param("v", nn.initializers.normal(1.0), (32, 32)) if self.added else w / jnp.linalg.norm(w)
+        v = self.param("v", nn.initializers.normal(1.0), (32, 32))
+        w = w @ v + v if self.together else w / jnp.linalg.norm(w)
         return jax.lax.dot_general(jnp.sin(x) + x, w, (((1,), (0,)), ((), ())))
 
 
+class Several(nn.Module):
+    """A parameter of two arrays."""
+
+    @nn.compact
+    def __call__(self, x):
+        a, b = self.param("ab", lambda _: (jnp.ones((32, 48)), jnp.ones((48, 32))))
+        return x @ a @ b
+
+
+def test_only_arrays_are_parameters():
+    model = qwix.quantize_model(Several(), Provider(Policy(default=NEAREST)))
+    assert products(lambda v: model.apply(v, X), shapes(Several())) == 0
+
+
 def test_shapes_do_not_tell_what_the_trace_knows():
-    """Neither of activations as large as the weights, nor of a sum, which is no parameter."""
+    """Neither of activations as large as the weights, nor of a sum or a product, which is no parameter."""
     x = X.reshape(32, 32)
-    for added in (False, True):
-        model = qwix.quantize_model(Square(added), Provider(Policy(default=NEAREST)))
-        assert products(lambda v, x, model=model: model.apply(v, x), shapes(model, x), x) == (not added)
+    for together in (False, True):
+        model = qwix.quantize_model(Square(together), Provider(Policy(default=NEAREST)))
+        assert products(lambda v, x, model=model: model.apply(v, x), shapes(model, x), x) == (not together)
 
 
 class FlippedExperts(nn.Module):
@@ -257,13 +273,15 @@ class Weighted(nnx.Module):
 
 
 class Weights(nnx.Module):
-    """Two of them and a layer of Flax, whose kernel is read in other ways."""
+    """Two of them, a layer of Flax, whose kernel is read in other ways, and a vector."""
 
     def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones(32, jnp.bfloat16))
         self.attn, self.wi = Weighted((32, 2, 16), rngs), Weighted((32, 2, 16), rngs, "wi")
         self.up = nnx.Linear(32, 48, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
 
     def __call__(self, x):
+        x = x * self.weight[...]
         return self.attn(x), self.wi(x), self.up(x)
 
 
@@ -277,7 +295,11 @@ def test_rules_and_explain_see_parameters_of_any_name():
         ("wi/wi", (32, 2, 16), NEAREST, "rule 'wi/wi|attn'"),
         ("up", (32, 48), None, "no rule matches"),
     ]
-    assert "jnvfp4.qwix.Provider reaches and apply does not" in str(Policy([]).explain(model))
+    explained = Policy([]).explain(model)
+    assert [d.path for d in explained] == ["attn", "up", "wi/wi"]
+    assert "jnvfp4.qwix.Provider reaches and apply does not" in str(explained)
+    with pytest.raises(ValueError, match="every rule must match a layer, got ''"):  # a vector is none
+        qwix.quantize_model(model, Provider(Policy([Rule("", NEAREST)])), X)
 
 
 def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
@@ -299,15 +321,6 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
     model.up.precision = "highest"
     with pytest.raises(ValueError, match="layer 'up': precision must be None or 'default', got 'highest'"):
         model(x)
-    odd = nnx.Linear(40, 32, rngs=nnx.Rngs(0))
-    odd = qwix.quantize_model(
-        nnx.Sequential(odd),
-        Provider(Policy(default=NEAREST), lora=qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)),
-        jnp.ones((4, 40)),
-        rngs=nnx.Rngs(1),
-    )
-    assert isinstance(odd.layers[0].kernel[...], jax.Array)  # K is padded in each call
-    assert odd(jnp.ones((4, 40))).shape == (4, 32)
     with pytest.raises(TypeError, match=r"Provider: lora must be a qwix\.LoraProvider or None, got 4"):
         Provider(Policy(), lora=4)
     for policy in (Policy(w_gather=(P("x"), P())), Policy([Rule("up", NEAREST, (P("x"), P()))])):
@@ -315,21 +328,54 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
             Provider(policy, lora=lora)
 
 
-class Positional(nnx.Module):
-    """Gives the precision and the dtype of its result by their places."""
-
+class Batched(nnx.Module):
     def __init__(self):
-        self.w = nnx.Param(jax.random.normal(KEY, (32, 64), jnp.bfloat16))
+        self.kernel = nnx.Param(jnp.ones((2, 32, 48)))
 
     def __call__(self, x):
-        return jax.lax.dot_general(x, self.w[...], (((1,), (0,)), ((), ())), None, jnp.float32)
+        return jnp.einsum("bsd,bde->bse", x, self.kernel[...])
+
+
+KEPT = {  # by why they are: K is padded in each call, or N of tiles of 16
+    "K": ((40, 32), NEAREST),
+    "N": ((32, 40), NEAREST),
+    "high precision": ((32, 32), Recipe(None, None, None)),
+    "a product for each example": (None, NEAREST),
+}
+
+
+@pytest.mark.parametrize(("sizes", "recipe"), KEPT.values(), ids=KEPT)
+def test_lora_keeps_what_does_not_fit(sizes, recipe):
+    layer = Batched() if sizes is None else nnx.Linear(*sizes, rngs=nnx.Rngs(0))
+    provider = Provider(Policy(default=recipe), lora=qwix.LoraProvider(module_path="none", rank=4, alpha=8.0))
+    x = jnp.ones((2, 4, layer.kernel.shape[-2]))
+    model = qwix.quantize_model(nnx.Sequential(layer), provider, x, rngs=nnx.Rngs(1))
+    assert isinstance(model.layers[0].kernel[...], jax.Array)
+    assert jax.eval_shape(model, x).shape == (2, 4, layer.kernel.shape[-1])
+
+
+def test_lora_leaves_a_linen_model_as_it_is():
+    provider = Provider(Policy(default=NEAREST), lora=qwix.LoraProvider(module_path="none", rank=4, alpha=8.0))
+    model = qwix.quantize_model(Mlp(), provider)
+    assert products(lambda v: model.apply(v, X), shapes(Mlp())) == 2
+
+
+class Positional(nnx.Module):
+    """Contracts the axes of x in another order, and gives the precision and the dtype of its result by their places."""
+
+    def __init__(self):
+        self.w = nnx.Param(jax.random.normal(KEY, (4, 8, 64), jnp.bfloat16))
+
+    def __call__(self, x):
+        return jax.lax.dot_general(x, self.w[...], (((2, 1), (0, 1)), ((), ())), None, jnp.float32)
 
 
 def test_lora_passes_on_the_key_and_the_options_of_a_product():
-    recipe, x = Recipe((NVFP4_SR, NVFP4), None, None), jnp.ones((4, 32), jnp.bfloat16)
+    recipe, x = Recipe((NVFP4_SR, NVFP4), None, None), X.reshape(-1, 8, 4).astype(jnp.bfloat16)
     lora = qwix.LoraProvider(module_path=".*", rank=4, alpha=8.0)
     with step_key(KEY):
         provider = Provider(Policy(default=recipe), lora=lora)
         model = qwix.quantize_model(nnx.Sequential(Positional()), provider, x, rngs=nnx.Rngs(1))
         got, kept = model(x), model.layers[0].w.get_value().tensor  # adapters start at zero
-        assert_bitwise(got, linear(x, kept, recipe, key=layer_key("layers/0"), out_dtype=jnp.float32))
+        rows = x.mT.reshape(-1, 32)
+        assert_bitwise(got, linear(rows, kept, recipe, key=layer_key("layers/0"), out_dtype=jnp.float32))

@@ -203,7 +203,7 @@ def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """Adds zeros at the end of the last two axes."""
     if not rows and not columns:
         return x
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows), (0, columns))[-x.ndim :])
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 2) + ((0, rows), (0, columns)))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from .rewrite import Pieces, Warn, copying, write_output
 from .rules import (
     findings,
     ignore_list_of,
-    is_calibrated,
     is_far_from_one,
     is_whole,
     judged_activations,
@@ -72,7 +71,7 @@ def fix_checkpoint(source: Path | str, output: Path | str, *, warn: Warn = warni
 
 # ---------------------------------------------------------------- scales of activations
 def _fix_activations(s: Survey, fixes: _Fixes) -> None:
-    known, calibrated, needed = usable_activations(s), is_calibrated(s), needs_activations(s)
+    known, needed = usable_activations(s), needs_activations(s)
     for item in judged_activations(s):
         name, value = item.parts.activation, known.get(item.family)
         if name is None or value is None or item.codes is None:
@@ -84,8 +83,7 @@ def _fix_activations(s: Survey, fixes: _Fixes) -> None:
             like = item.global_scale if item.module in s.stored.stacks else None
             new = np.full(s.layout.global_shape if like is None else like.shape, value, np.float32)
         else:
-            never = calibrated and is_far_from_one(value)
-            new = np.where(np.isnan(old) | (never & (old == 1)), value, old)
+            new = np.where(np.isnan(old) | (is_far_from_one(value) & (old == 1)), value, old)
             if np.array_equal(new, old):
                 continue
         stored = s.layout.from_decode(new)
@@ -146,8 +144,7 @@ def _block_scales(s: Survey, item: Item, ratio: np.ndarray | None) -> np.ndarray
 def _fix_configs(s: Survey, fixes: _Fixes) -> None:
     ignore = ignore_list_of(s)
     assert ignore is not None
-    names = {*s.source.places, *fixes.tensors}
-    weight_only = not any(item.parts.activation in names for item in s.items.values())
+    weight_only = not any(item.parts.activation in s.source.places for item in s.items.values())
     fp8 = bool(s.kv_scales) or has_fp8_kv_cache(s.source)
     fixes.files = {**s.layout.config_files(s.source.config, Quantization(ignore, weight_only, fp8))}
     fixes.done |= dict.fromkeys(fixes.files, "made anew from the tensors")

@@ -351,7 +351,7 @@ def _layers_of_module(module: nn.Module, *inputs: PyTree, **keywords: Any) -> li
             known = isinstance(context.module, LAYERS)
             layer = describe(context.module, args, options, {}) if known else _unknown(context.module)
             if layer is not None:
-                called.setdefault(layer.path, layer)
+                called[layer.path] = layer
         return result
 
     def see_experts(call: Callable, w_axes: WeightAxes, lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any):

@@ -214,8 +214,7 @@ def _unknown(module: nnx.Module, path: str) -> Iterator[Layer]:
 
 def parameters_of(module: nnx.Module) -> dict[str, jax.Array]:
     """Returns the parameters that a module has itself, by name."""
-    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    return {name: value.get_raw_value() for name, value in params.items() if hasattr(value, "shape")}
+    return {name: value.get_raw_value() for name, value in vars(module).items() if isinstance(value, nnx.Param)}
 
 
 def _stacked(module: Multiplying) -> int:
@@ -248,7 +247,7 @@ def _einsum_sizes(module: nnx.Einsum) -> tuple[tuple[int, int] | None, str | Non
         return None, "has an einsum_op of its own"
     x, w = module.einsum_str.partition("->")[0].split(",")
     shape = tuple(module.kernel_shape)
-    hidden = len(shape) - len(w.replace("...", "")) if "..." in w else 0  # axes for which an ellipsis stands
+    hidden = len(shape) - len(w.replace("...", ""))  # axes for which an ellipsis stands
     return sizes_of(module.einsum_str, len(x.replace("...", "")) + hidden, shape)
 
 
