@@ -149,21 +149,28 @@ def test_dtypes_of_the_result(cpu, dtype):
     assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), out_dtype=dtype), by_group(a, b, sizes, out_dtype=dtype))
 
 
-def exact(left: str, rows: int, groups: int):
+def exact(left: str, rows: int, groups: int, cols: int = N, depth: int = K):
     """Operands whose sums are exact in any order, and amaxes that differ by powers of two."""
-    a, b = exact_tensor((rows, K), 1), exact_tensor((groups, N, K), 2)
-    amax = b.amax * 2.0 ** jnp.arange(groups)
-    b = NVFP4Tensor(b.data, b.scale, amax, b.format)
+    a, b = exact_tensor((rows, depth), 1), exact_tensor((groups, cols, depth), 2)
+    b = NVFP4Tensor(b.data, b.scale, b.amax * 2.0 ** (jnp.arange(groups) % 5), b.format)
+    if left == "row":
+        a = NVFP4Tensor(a.data, a.scale, a.amax * 2.0 ** (jnp.arange(rows) % 3), jnvfp4.Format("row"))
+    if left in ("bfloat16", "float16"):
+        a = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (rows, depth)), left)
     return (jnp.asarray(decoded(a), jnp.bfloat16) if left == "dense" else a), b
 
 
 @every_boundary
 @pytest.mark.parametrize("left", ["nvfp4", "dense"])
-def test_sums_that_are_exact_have_the_same_bits_everywhere(backend, left, sizes):
-    a, b = exact(left, M, G)
-    with jax.default_device(jax.devices("cpu")[0]):
-        want = by_group(*jax.device_put((a, b), jax.devices("cpu")[0]), sizes, out_dtype=jnp.float32)
-    got = grouped_matmul_nt(a, b, int32(sizes), out_dtype=jnp.float32, implementation=backend.implementation)
+@pytest.mark.parametrize("implementation", ["native", "reference", "decode_then_ragged_dot"])
+def test_sums_that_are_exact_have_the_bits_of_the_cpu_on_a_gpu(implementation, left, sizes):
+    if not gpus():
+        skip_or_fail("cuda", "no CUDA device")
+    a, b = jax.device_put(exact(left, M, G), jax.devices("cpu")[0])
+    want = by_group(a, b, sizes, out_dtype=jnp.float32)
+    with jax.default_device(gpus()[0]):
+        a, b = jax.device_put((a, b), gpus()[0])
+        got = grouped_matmul_nt(a, b, int32(sizes), out_dtype=jnp.float32, implementation=implementation)
     assert_bitwise(got, want)
 
 
@@ -208,25 +215,10 @@ def decode_then_ragged_dot(params, *operands):
 def test_decode_then_ragged_dot(cpu, monkeypatch, left, sizes):
     """The operations that XLA gets on a GPU without kernels; nvfp4_decode is a kernel of GPUs."""
     monkeypatch.setattr(grouped_matmul, "decode", decode_on_the_host)
-    a, b = exact("dense" if left == "dense" else "nvfp4", M, G)
-    if left == "row":
-        a = NVFP4Tensor(a.data, a.scale, 6 * 448.0 * 2.0 ** (jnp.arange(M) % 3), jnvfp4.Format("row"))
+    a, b = exact(left, M, G)
     flat = [*((a,) if left == "dense" else (a.data, a.scale, a.amax)), b.data, b.scale, b.amax, int32(sizes)]
     params = ProductParams(None if left == "dense" else a.format, b.format, jnp.dtype(jnp.float32))
     assert_bitwise(decode_then_ragged_dot(params, *flat), by_group(a, b, sizes, out_dtype=jnp.float32))
-
-
-@every_boundary
-@pytest.mark.parametrize("left", ["nvfp4", "dense"])
-def test_decode_then_ragged_dot_on_a_gpu(left, sizes):
-    if not gpus():
-        skip_or_fail("cuda", "no CUDA device")
-    a, b = jax.device_put(exact(left, M, G), jax.devices("cpu")[0])
-    want = by_group(a, b, sizes, out_dtype=jnp.float32)
-    with jax.default_device(gpus()[0]):
-        a, b = jax.device_put((a, b), gpus()[0])
-        options = {"out_dtype": jnp.float32, "implementation": "decode_then_ragged_dot"}
-        assert_bitwise(grouped_matmul_nt(a, b, int32(sizes), **options), want)
 
 
 # ---------------------------------------------------------------- the plan

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bitwise, assert_gemm_close, bits, random_tensor
-from operands import ROW, TENSOR, exact_tensor, normal, with_nan_scale
-from test_grouped import by_group, ends_of, int32, taken
+from operands import ROW, TENSOR, normal, with_nan_scale
+from test_grouped import by_group, ends_of, exact, int32, taken
 
 from jnvfp4 import NVFP4Tensor, grouped_matmul_nt, supports
 
@@ -84,17 +84,6 @@ def experts_amax(of: Groups) -> np.ndarray:
     return np.random.default_rng(3).uniform(0.5, 2, len(of.sizes)).astype(np.float32)
 
 
-def exact(left: str, of: Groups):
-    """Operands whose sums are exact in any order."""
-    a, b = exact_tensor((of.rows, of.depth), 1), exact_tensor((len(of.sizes), of.cols, of.depth), 2)
-    b = NVFP4Tensor(b.data, b.scale, b.amax * 2.0 ** (jnp.arange(len(of.sizes)) % 5), b.format)
-    if left == "row":
-        a = NVFP4Tensor(a.data, a.scale, 6 * 448.0 * 2.0 ** (jnp.arange(of.rows) % 3), ROW)
-    if left in ("bfloat16", "float16"):
-        a = jnp.asarray(np.random.default_rng(0).integers(-8, 9, (of.rows, of.depth)), left)
-    return a, b
-
-
 def multiply(a, b, of: Groups, sizes=None) -> np.ndarray:
     return np.asarray(grouped_matmul_nt(a, b, int32(of.sizes if sizes is None else sizes), out_dtype=jnp.float32))
 
@@ -102,7 +91,7 @@ def multiply(a, b, of: Groups, sizes=None) -> np.ndarray:
 @every_left
 @every_product
 def test_sums_that_are_exact_have_the_bits_of_matmul_nt_on_the_cpu(native, left, of):
-    a, b = exact(left, of)
+    a, b = exact(left, of.rows, len(of.sizes), of.cols, of.depth)
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         want = by_group(*jax.device_put((a, b), cpu), of.sizes, out_dtype=jnp.float32)
