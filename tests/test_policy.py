@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jnvfp4 import Policy, Rule, recipes
-from jnvfp4.policy import KEEP, Layer, is_of_experts
+from jnvfp4.policy import KEEP, Layer, is_weight
 
 SR, ROWS = recipes.pretrain(), recipes.row_scaled()
 
@@ -206,12 +206,12 @@ def test_a_tree_of_linen_variables():
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "of_experts"),
-    [("up", (4, 32, 64), True), ("up", (2, 4, 32, 64), True), ("position", (1, 32, 64), False),
-     ("scale", (4, 32, 64), False), ("up", (32, 64), False)],
+    ("name", "shape", "multiplies"),
+    [("up", (4, 32, 64), True), ("up", (32, 64), True), ("up", (1, 32), False), ("w", (1, 32), True), ("w", (32,), False),
+     ("bias", (4, 32), False), ("scale", (4, 32, 64), False), ("pos_embedding", (16, 32), False)],
 )  # fmt: skip
-def test_parameters_that_may_be_those_of_experts(name, shape, of_experts):
-    assert is_of_experts(name, shape) == of_experts
+def test_parameters_that_may_multiply(name, shape, multiplies):
+    assert is_weight(name, shape) == multiplies
 
 
 def test_a_model_of_a_library_without_an_adapter_is_a_tree(monkeypatch):
