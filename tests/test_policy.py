@@ -207,8 +207,8 @@ def test_a_tree_of_linen_variables():
 
 @pytest.mark.parametrize(
     ("name", "shape", "multiplies"),
-    [("up", (4, 32, 64), True), ("up", (32, 64), True), ("up", (1, 32), False), ("w", (1, 32), True), ("w", (32,), False),
-     ("bias", (4, 32), False), ("scale", (4, 32, 64), False), ("pos_embedding", (16, 32), False)],
+    [("up", (4, 32, 64), True), ("up", (32, 64), True), ("up", (1, 32), False), ("w", (1, 32), True),
+     ("w", (32,), False), ("bias", (4, 32), False), ("scale", (4, 32, 64), False), ("pos_embedding", (16, 32), False)],
 )  # fmt: skip
 def test_parameters_that_may_multiply(name, shape, multiplies):
     assert is_weight(name, shape) == multiplies
