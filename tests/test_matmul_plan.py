@@ -209,6 +209,8 @@ def up(n: int, unit: int) -> int:
 def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
     counter = 256  # with nothing behind it
     assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2 + counter, "")
+    # A tile of few rows is not swapped, however few columns there are.
+    assert load.extensions()["cpu"].plan_fused(1, 2096, 224, 6832, a == "nvfp4") == (64, 2, False, 0)
 
 
 FUSED_SHAPES = [(1, 128, 384, 512), (1, 5, 7, 256), (3, 5, 7, 64), (2, 300, 129, 48), (1, 1, 1, 16)]
@@ -254,6 +256,28 @@ def test_scratch_of_windows(shape):
     expected = max(scratch(m, n, False, True), scratch(n, m, True, False), scratch(m, n, True, True))
     kernel = "sm90_nvfp4_windows"
     assert plan(windows=True, shape=shape, kernel=kernel) == (kernel, expected, "")
+
+
+@pytest.mark.parametrize("shape", FUSED_SHAPES)
+def test_scratch_of_the_pinned_order(shape):
+    """As above, K in one part; b too is prepared, from 4096 rows on or for windows, whose amaxes are in fours."""
+    batch, least, n, k = shape
+    kernel = "sm90_nvfp4_pinned_prepared"
+    for windows, tokens, m in ((False, 256, least + 4096), (True, 128, least)):
+        numbers = [up(((batch - 1) * m + up(m, tokens)) * up(k, 64) * 2, 256), up(batch * n * up(k, 64) * 2, 256)]
+        data = 0 if k % 32 == 0 else up(batch * n * up(k // 2, 16), 256)
+        scale = 0 if k % 256 == 0 else up(batch * n * up(k // 16, 16), 256)
+        tiles = (up(m, tokens) // 128, up(n, 256) // 128) if windows else ()
+        amaxes = [up(batch * count * up(k, 256) // 64 * 132 * 4, 256) for count in tiles]
+        want = sum(numbers + amaxes) + data + scale + 256  # a counter of tiles
+        assert plan(shape=(batch, m, n, k), windows=windows, pinned=True, kernel=kernel) == (kernel, want, "")
+
+
+@pytest.mark.parametrize(("columns", "padded"), [(22, 192), (23, 256), (45, 256)])
+def test_tiles_of_the_pinned_order_fill_waves_of_66(columns, padded):
+    """192 rows are three tiles of 64 in one wave, or two of 128, or one of 256, which waste 64 rows."""
+    got = plan(shape=(1, 192, 256 * columns, 256), pinned=True, kernel="sm90_nvfp4_pinned")
+    assert got.scratch_bytes == padded * 256 * 2 + 256
 
 
 def test_a_plan_of_the_largest_products():
