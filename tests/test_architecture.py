@@ -1,4 +1,4 @@
-"""docs/internals.md is true: its rooms hold every file, imports go only where it says, and its paths exist.
+"""docs/internals.md is true: its modules hold every file, imports go only where it says, and its paths exist.
 
 Its list of operations and the lists of docs/kernels.md are those of the code.
 """
@@ -19,14 +19,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "internals.md").read_text()
 SUFFIXES = (".py", ".typed", ".h", ".cc", ".cu", ".cuh")
-# Libraries that the page says which rooms may use: the first part of a Python module, or the start of a C++ header.
+# Libraries that the page says which modules may use: the first part of an import, or the start of a C++ header.
 PYTHON_LIBRARIES = {"jax": "JAX", "flax": "Flax", "qwix": "Qwix", "haliax": "haliax", "equinox": "Equinox"}
 CPP_LIBRARIES = {"xla/": "XLA", "nanobind/": "nanobind", "cuda": "CUDA"}
 PATH = re.compile(r"`((?:jnvfp4|ffi|docs|tests|cmake|examples|benchmarks)/[^`]*|[\w.]+\.(?:md|txt|toml))`")
 
 
-class Room(NamedTuple):
-    """One line of the tables of rooms."""
+class Module(NamedTuple):
+    """One line of the tables of modules."""
 
     name: str
     patterns: list[str]
@@ -51,13 +51,13 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-ROOMS = [
-    Room(
+MODULES = [
+    Module(
         name,
         code(files),
         set(code(uses)) | set(re.findall(r"\b(?:JAX|Flax|Qwix|Equinox|haliax|XLA|CUDA|nanobind)\b(?!\.py)", uses)),
     )
-    for name, files, _, uses in rows(PAGE, "room", "files", "what it holds", "may use")
+    for name, files, _, uses in rows(PAGE, "module", "files", "what it holds", "may use")
     for name in code(name)
 ]
 FILES = sorted(
@@ -68,8 +68,8 @@ FILES = sorted(
 )
 
 
-def rooms_of(file: pathlib.PurePath) -> list[Room]:
-    return [room for room in ROOMS if any(file in paths_of(pattern) for pattern in room.patterns)]
+def modules_of(file: pathlib.PurePath) -> list[Module]:
+    return [module for module in MODULES if any(file in paths_of(pattern) for pattern in module.patterns)]
 
 
 @functools.cache
@@ -78,13 +78,13 @@ def paths_of(pattern: str) -> list[pathlib.Path]:
 
 
 @functools.cache
-def room_of(file: pathlib.PurePath) -> Room:
-    (room,) = rooms_of(file)
-    return room
+def module_of(file: pathlib.PurePath) -> Module:
+    (module,) = modules_of(file)
+    return module
 
 
 # ---------------------------------------------------------------- what a file uses
-def module_file(parts: list[str]) -> pathlib.Path | None:
+def file_of(parts: list[str]) -> pathlib.Path | None:
     for path in (pathlib.Path(*parts).with_suffix(".py"), pathlib.Path(*parts, "__init__.py")):
         if (ROOT / path).is_file():
             return path
@@ -97,15 +97,15 @@ def python_uses(file: pathlib.Path) -> set[pathlib.Path | str]:
     package = list(file.parent.parts)
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
         if isinstance(node, ast.Import):
-            modules = [(alias.name.split("."), ()) for alias in node.names]
+            imported = [(alias.name.split("."), ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            modules = [([*base, *filter(None, (node.module or "").split("."))], tuple(a.name for a in node.names))]
+            imported = [([*base, *filter(None, (node.module or "").split("."))], tuple(a.name for a in node.names))]
         else:
             continue
-        for parts, names in modules:
+        for parts, names in imported:
             if parts[0] == "jnvfp4":
-                uses |= {module_file([*parts, name]) or module_file(parts) for name in names or [""] if parts}
+                uses |= {file_of([*parts, name]) or file_of(parts) for name in names or [""] if parts}
             elif parts[0] in PYTHON_LIBRARIES:
                 uses.add(PYTHON_LIBRARIES[parts[0]])
     return uses
@@ -127,15 +127,15 @@ def uses_of(file: pathlib.Path) -> set[pathlib.Path | str]:
     return python_uses(file) if file.suffix == ".py" else cpp_uses(file)
 
 
-def rooms_used(room: Room) -> dict[str, list[str]]:
-    """The rooms and libraries that a room uses, each with the files that use it."""
+def modules_used(module: Module) -> dict[str, list[str]]:
+    """The modules and libraries that a module uses, each with the files that use it."""
     used: dict[str, list[str]] = {}
     for file in FILES:
-        if file.suffix == ".typed" or room not in rooms_of(file):
+        if file.suffix == ".typed" or module not in modules_of(file):
             continue
         for target in uses_of(file):
-            name = target if isinstance(target, str) else room_of(target).name
-            if name != room.name:
+            name = target if isinstance(target, str) else module_of(target).name
+            if name != module.name:
                 used.setdefault(name, []).append(f"{file} uses {target}")
     return used
 
@@ -149,38 +149,38 @@ def cycle(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[pathlib.Path]:
     return sorted(left)
 
 
-# ---------------------------------------------------------------- rooms
-def test_every_file_is_in_one_room():
-    assert {str(file): [r.name for r in rooms_of(file)] for file in FILES if len(rooms_of(file)) != 1} == {}
+# ---------------------------------------------------------------- modules
+def test_every_file_is_in_one_module():
+    assert {str(file): [r.name for r in modules_of(file)] for file in FILES if len(modules_of(file)) != 1} == {}
 
 
 def test_every_pattern_has_files():
-    assert [pattern for room in ROOMS for pattern in room.patterns if not paths_of(pattern)] == []
+    assert [pattern for module in MODULES for pattern in module.patterns if not paths_of(pattern)] == []
 
 
-def test_a_room_stands_above_those_it_uses_in_the_picture():
+def test_a_module_stands_above_those_it_uses_in_the_picture():
     picture = re.search(r"```text\n(.*?)```", PAGE, flags=re.S).group(1).splitlines()
     lines = {
-        room.name: next((i for i, line in enumerate(picture) if re.search(rf"[| ]{room.name}[| ]", line)), None)
-        for room in ROOMS
+        module.name: next((i for i, line in enumerate(picture) if re.search(rf"[| ]{module.name}[| ]", line)), None)
+        for module in MODULES
     }
     assert [name for name, line in lines.items() if line is None] == []
-    uses = [(room.name, other) for room in ROOMS for other in room.may_use & lines.keys()]
+    uses = [(module.name, other) for module in MODULES for other in module.may_use & lines.keys()]
     assert [(name, other) for name, other in uses if lines[name] >= lines[other]] == []
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_uses_what_the_table_says(room):
-    used = rooms_used(room)
-    assert {name: files for name, files in used.items() if name not in room.may_use} == {}
-    assert room.may_use == set(used), "the table names a room that nothing uses"
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_a_module_uses_what_the_table_says(module):
+    used = modules_used(module)
+    assert {name: files for name, files in used.items() if name not in module.may_use} == {}
+    assert module.may_use == set(used), "the table names a module that nothing uses"
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_room_uses_only_rooms_above_it_in_the_table(room):
-    above = {other.name for other in ROOMS[: ROOMS.index(room)]}
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.name)
+def test_a_module_uses_only_modules_above_it_in_the_table(module):
+    above = {other.name for other in MODULES[: MODULES.index(module)]}
     libraries = {*PYTHON_LIBRARIES.values(), *CPP_LIBRARIES.values()}
-    assert room.may_use - libraries <= above
+    assert module.may_use - libraries <= above
 
 
 @functools.cache
@@ -195,7 +195,7 @@ def arrows_in(folder: pathlib.Path) -> dict[pathlib.Path, set[pathlib.Path]]:
 
 
 def files_used(file: pathlib.Path, folder: pathlib.Path) -> list[pathlib.Path]:
-    package = pathlib.Path("jnvfp4/__init__.py")  # importing any module runs it
+    package = pathlib.Path("jnvfp4/__init__.py")  # importing any of it runs it
     return [
         path for path in uses_of(file) if isinstance(path, pathlib.Path) and folder in path.parents and path != package
     ]
@@ -243,8 +243,8 @@ def targets_of(platform: str) -> set[str]:
 
 
 def test_the_targets_in_the_source_are_those_of_the_extensions():
-    for platform, module in load.extensions().items():
-        assert targets_of(platform) == set(module.targets)
+    for platform, extension in load.extensions().items():
+        assert targets_of(platform) == set(extension.targets)
 
 
 def test_the_operations_primitives_and_targets_of_the_documents():

@@ -85,17 +85,17 @@ def test_a_map_of_abstract_tensors_has_their_shapes():
 
 W, Q = array(16, 32), jnvfp4.quantize(jnp.asarray(array(16, 32)))
 STACK = NameRule(r"l.{i:\d+}.w", "w", stack=("i",))
-ONE_NAME = "expected one name for each"
+A_PLACE = "expected a place for each name"
 BAD_MAPS = {
     "a name without a rule": ({"a": W, "b": W}, [NameRule("a", "a")], "tensor 'b': matches no rule"),
     "a name with two": ({"ab": W}, [NameRule("a{x}", "{x}"), NameRule("{x}b", "{x}")], "matches 'a{x}' and '{x}b'"),
     "a rule for nothing": ({"a": W}, [NameRule("a", "a"), NameRule("b", "b")], "rule 'b' matches no name"),
     "one place": ({"a": W, "b": W}, [NameRule("a", "x"), NameRule("b", "x")],
-                  f"tensor 'b': .* the rule of 'a' lead to one place, 'x'; {ONE_NAME}"),
+                  f"tensor 'b': .* puts it at 'x', where 'a' is; {A_PLACE}"),
     "one stacked place": ({"l.0.w": W, "m.1.w": W}, [STACK, NameRule(r"m.{i:\d+}.w", "w", stack=("i",))],
-                          f"tensor 'm.1.w': .* the rule of 'l.0.w' lead to one place, 'w'; {ONE_NAME}"),
+                          f"tensor 'm.1.w': .* puts it at 'w', where 'l.0.w' is; {A_PLACE}"),
     "one place by one rule": (
-        {"a.bc": W, "ab.c": W}, [NameRule("{x}.{y}", "{x}{y}")], "'a.bc' lead to one place, 'abc'"),
+        {"a.bc": W, "ab.c": W}, [NameRule("{x}.{y}", "{x}{y}")], "puts it at 'abc', where 'a.bc' is"),
     "through a leaf": ({"a": W, "b": W}, [NameRule("a", "x"), NameRule("b", "x/y")], "goes through a leaf"),
     "on a branch": ({"a": W, "b": W}, [NameRule("a", "x/y"), NameRule("b", "x")], "a leaf and a branch"),
     "transposed": ({"a": Q}, [NameRule("a", "a", transpose=True)], "transposes it, which is quan.*\n.*before quant"),

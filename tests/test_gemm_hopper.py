@@ -10,7 +10,7 @@ import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, random_tensor
 from operands import DTYPES, ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, order_free_operands
-from test_gemm_kernels import EXCHANGED, FUSED, PARTS_OF_MANY, PARTS_OF_WINDOWS
+from test_gemm_kernels import FUSED, PARTS_OF_MANY, PARTS_OF_WINDOWS, SWAPPED
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor
@@ -18,11 +18,11 @@ from jnvfp4._native import load
 
 
 class Plan(NamedTuple):
-    """Of a fused kernel: rows of a in a tile, or of b, if operands are exchanged; parts of K, but of `whole` tiles."""
+    """Of a fused kernel: rows of a in a tile, or of b, if A and B are swapped; splits of K, but of `whole` tiles."""
 
     tokens: int
     splits: int
-    exchanged: bool
+    swapped: bool
     whole: int
 
 
@@ -40,14 +40,14 @@ def hopper():
         yield found[0]
 
 
-def test_shapes_have_every_tile_and_parts_of_k():
+def test_shapes_have_every_tile_and_split_of_k():
     found = [plan_fused(1, *shape) for shape in FUSED]
     assert {(p.tokens, p.splits > 1) for p in found} == set(product((32, 64, 128, 256), (False, True)))
     assert {p.tokens for p in found if p.whole} == {64, 128, 256}
     assert {plan_fused(1, *shape) for shape in FUSED} == {plan_fused(1, *shape, nvfp4=True) for shape in FUSED}
-    found = [plan_fused(1, *shape, nvfp4=True) for shape in EXCHANGED]
+    found = [plan_fused(1, *shape, nvfp4=True) for shape in SWAPPED]
     assert {(p.tokens, p.splits > 1) for p in found} == {(128, False), (128, True), (256, False)}
-    assert all(p.exchanged for p in found)
+    assert all(p.swapped for p in found)
     for shape, (tokens, parts) in PARTS_OF_MANY.items():
         assert plan_fused(*shape, nvfp4=True) == (tokens, parts, False, 0)
     for shape, parts in PARTS_OF_WINDOWS.items():

@@ -110,7 +110,7 @@ FUSED = [
     *[(70, 131, k) for k in (16, 32, 48, 64, 80, 112, 128, 240, 256, 272, 512, 528, 1280, 4096)],
 ]
 # Two NVFP4 operands, the right one of fewer rows: it is decoded to scratch instead of the left one.
-EXCHANGED = [(5668, 130, 48), (3594, 521, 272), (2862, 130, 4352), (1581, 261, 4352), (6000, 2601, 80)]
+SWAPPED = [(5668, 130, 48), (3594, 521, 272), (2862, 130, 4352), (1581, 261, 4352), (6000, 2601, 80)]
 # Of many matrices, more parts of K than CTAs: rows of a in a tile, and parts; for windows, parts.
 PARTS_OF_MANY = {(40, 5, 6, 5120): (32, 3), (40, 64, 6, 7936): (64, 3), (40, 100, 6, 5120): (128, 3)}
 PARTS_OF_WINDOWS = {(67, 5, 6, 1024): 1, (40, 5, 6, 5120): 3}
@@ -190,11 +190,11 @@ KERNELS = [
     Kernel(
         "sm90_{}_fused",
         # Without copies, with copies, with parts of K; the left operand decoded to scratch, and the right one.
-        paths=[(40, 36, 512), (130, 140, 48), (20, 101, 1040), *EXCHANGED[:2]],
-        shapes=FUSED + EXCHANGED,
+        paths=[(40, 36, 512), (130, 140, 48), (20, 101, 1040), *SWAPPED[:2]],
+        shapes=FUSED + SWAPPED,
         exact="order-free",
         tiles=FUSED_TILES,
-        repeated=deep(FUSED + EXCHANGED),
+        repeated=deep(FUSED + SWAPPED),
         many=[(300, 5, 6, 528), (300, 5, 6, 80), *PARTS_OF_MANY],
     ),
     Kernel(
@@ -234,7 +234,7 @@ class Problem(NamedTuple):
 
 def every(shapes: Callable[[Kernel], list], lefts: tuple[str, ...] = tuple(LEFT)):
     problems = [Problem(k, left, shape) for k in KERNELS for left in k.lefts if left in lefts for shape in shapes(k)]
-    problems = [p for p in problems if p.left == "nvfp4" or p.shape not in EXCHANGED]
+    problems = [p for p in problems if p.left == "nvfp4" or p.shape not in SWAPPED]
     return pytest.mark.parametrize("of", problems, ids=[p.id for p in problems])
 
 

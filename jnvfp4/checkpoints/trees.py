@@ -115,7 +115,7 @@ def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[st
       nested dictionaries, with NVFP4Tensors and arrays as leaves.
 
     Raises:
-      CheckpointError: a name matches no rule or two, a rule matches no name, two names lead to one place, tensors
+      CheckpointError: a name matches no rule or two, a rule matches no name, two names have one place, tensors
         cannot be stacked, or a quantized weight would be transposed or split.
     """
     places: dict[str, dict[tuple[int, ...], str]] = {}
@@ -126,7 +126,7 @@ def from_hf(tensors: Mapping[str, Tensor], rules: Sequence[NameRule]) -> dict[st
         index = _index(rule, fields, name)
         if index in others or rule_of.setdefault(path, rule) is not rule:
             other = next(iter(others.values()))
-            raise _wrong(rule, f"and the rule of {other!r} lead to one place, {path!r}", "one name for each", name)
+            raise _wrong(rule, f"puts it at {path!r}, where {other!r} is", "a place for each name", name)
         others[index] = name
     tree: dict[str, PyTree] = {}
     for path, names in places.items():
