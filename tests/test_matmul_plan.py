@@ -3,6 +3,7 @@
 import itertools
 import pathlib
 import re
+import subprocess
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +18,7 @@ from jnvfp4._native import compat, load, plans
 CPU, AMPERE, HOPPER, BLACKWELL = 0, 80, 90, 100
 GPUS = (AMPERE, 86, 89, HOPPER, BLACKWELL, 103, 120, 121)
 LEFT = ("nvfp4", "bfloat16", "float16")
-
+FFI = pathlib.Path(__file__).parent.parent / "ffi"
 
 SMALL = {"nvfp4": "sm90_nvfp4_small_m", "bfloat16": "sm90_dense_small_m", "float16": "sm90_dense_small_m"}
 FUSED = {left: name.replace("small_m", "fused") for left, name in SMALL.items()}
@@ -164,8 +165,8 @@ def test_why_a_kernel_cannot(reason):
 
 def test_every_kernel_of_a_gpu_is_launched():
     """Names alone connect the table of the plan with that of the launchers, which needs CUDA."""
-    folder = pathlib.Path(__file__).parent.parent / "ffi/cuda/matmul"
-    launchers = "".join((folder / name).read_text() for name in ("launch.cc", "sm90/launchers.cu"))
+    sources = [FFI / "cuda/matmul/launch.cc", *FFI.glob("cuda/matmul/*/launchers.cu")]
+    launchers = "".join(source.read_text() for source in sources)
     kernels = [name for name in (*plans.matmul_kernels(), *plans.grouped_kernels()) if name.startswith("sm")]
     assert sorted(re.findall(r'\{"(\w+)", \w+\}', launchers)) == sorted(kernels)
 
@@ -199,6 +200,16 @@ def test_a_build_without_the_kernels_of_hopper(monkeypatch):
         why = plan(left, kernel=FUSED[left]).reason
         assert why == f"{FUSED[left]} is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS"
         assert plan(left, pinned=True).kernel.startswith("sm80")
+
+
+def test_an_architecture_is_a_row_and_a_target(tmp_path):
+    program, source = tmp_path / "table", pathlib.Path(__file__).parent / "cpp/kernel_table.cc"
+    subprocess.run(["g++", "-std=c++20", f"-I{FFI}", source, FFI / "plan/table.cc", "-o", program], check=True)
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines() == [
+        "sm120_stand_in: ",
+        "sm80_any: sm120_stand_in is not in this build; build jnvfp4 with 120a among JNVFP4_CUDA_TARGETS",
+        "sm80_any: sm120_stand_in runs on GPUs of compute capability 12.0 to 12.9, not on compute capability 9.0",
+    ]
 
 
 def up(n: int, unit: int) -> int:
