@@ -260,8 +260,8 @@ BROKEN = [
      ANY, True),
     ("config", "unknown key of a group", both(entry("ignore", [ROUTER]), group_entry("output_activations", {"a": 1})),
      ANY, False),
-    ("config", "8 bits", both(entry("ignore", [ROUTER]), group_entry("weights", {"num_bits": 8, "type": "float"})), ANY,
-     False),
+    ("config", "8 bits", both(entry("ignore", [ROUTER]), group_entry("input_activations", None),
+                              group_entry("weights", {"num_bits": 8, "type": "float"})), ANY, False),
     ("config", "dynamic", both(no_activations, entry("ignore", [ROUTER]), entry("activation_scheme", "dynamic")),
      ANY, False),
     ("config", "dynamic group", both(no_activations, entry("ignore", [ROUTER]),
@@ -329,6 +329,10 @@ SEVERAL = {
                                  {"config", "input-scale-missing"}, True),
     "W4A16 with some scales": (CT, both(weight_only_config, without("activation")), {"config"}, False),
     "a section in one file": (MODELOPT, lambda b: b.config.pop("quantization_config"), set(), False),
+    "a section in a file of another layout": (CT, lambda b: (b.config.pop("quantization_config"), setattr(
+        b, "hf_quant", {"quantization": {"exclude_modules": [ROUTER, HEAD]}})), {"config"}, False),
+    "an algorithm of several formats": (MODELOPT, both(entry("quant_algo", "MIXED_PRECISION"), entry("ignore", [])),
+                                        set(), False),
     "scales of no weight": (MODELOPT, both(entry("ignore", [ROUTER]), lambda b: b.tensors.update(
         {"a.weight_scale": ("F8_E4M3", np.ones((16, 2), E4M3))})), {"config"}, False),
     "fused with scales in an unknown order": (
@@ -550,7 +554,7 @@ def test_lists_of_other_software_are_read_as_loaders_do(tmp_path, sound, layout)
         return
     for role in "qkv":
         in_16_bits(b, f"{ATTENTION}.{role}_proj")
-    b.quantization["ignore"] = b.hf_quant["quantization"]["exclude_modules"] = [*listed, f"{ATTENTION}.qkv_proj"]
+    b.quantization["ignore"] = b.hf_quant["quantization"]["exclude_modules"] = [*listed[:2], f"{ATTENTION}.qkv_proj"]
     assert lint(b.write(tmp_path / "fused")) == []
 
 
@@ -572,15 +576,17 @@ def test_mixed_formats_are_checked_but_for_their_config(tmp_path, sound):
 
 @pytest.mark.parametrize("layout", ANY)
 def test_a_scale_of_one_that_may_be_real_is_a_note(tmp_path, sound, layout):
-    """An amax of 2688 beside one of 400; a scale that is missing beside them is taken from it."""
+    """An amax of 2688 beside one of 400 or 5376; a scale that is missing beside them is the largest."""
     b = Broken(sound[layout])
     gate = f"{MOE}.experts.1.gate_proj"
     both(value("activation", 1), value("activation", 0.15 if layout == MODELOPT else 1 / 0.15, gate))(b)
     assert [(f.rule, f.note, f.fixable) for f in lint(b.write(tmp_path / "a"))] == [("input-scale-one", True, False)]
     without("activation", gate)(b)
-    value("activation", 0.15 if layout == MODELOPT else 1 / 0.15, f"{MOE}.experts.0.gate_proj")(b)
-    fix_checkpoint(b.write(tmp_path / "b"), tmp_path / "out")
-    assert Broken(tmp_path / "out").tensors[b.part(gate, "activation")][1].item() == 1
+    for near, largest in ((0.15, 1), (2, 2)):
+        value("activation", near if layout == MODELOPT else 1 / near, f"{MOE}.experts.0.gate_proj")(b)
+        fix_checkpoint(b.write(tmp_path / f"b{near}"), tmp_path / f"out{near}")
+        got = [Broken(tmp_path / f"out{near}").tensors[b.part(m, "activation")][1].item() for m in (UP, gate)]
+        assert got == [1, largest if layout == MODELOPT else 1 / largest]
 
 
 def test_activations_are_judged_by_their_group(tmp_path, sound):
