@@ -1,5 +1,6 @@
 """Models that Qwix drives by a policy have the bits of the same models under ``jnvfp4.flax``."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -344,17 +345,28 @@ class Batched(nnx.Module):
         return jnp.einsum("bsd,bde->bse", x, self.kernel[...])
 
 
+class Alike(nnx.Module):
+    """Two parameters of one shape, of which Qwix knows no other thing."""
+
+    def __init__(self):
+        self.kernel, self.other = nnx.Param(jnp.ones((32, 48))), nnx.Param(jnp.ones((32, 48)))
+
+    def __call__(self, x):
+        return jnp.einsum("bsd,de->bse", x, 2 * self.kernel[...]) + jnp.einsum("bsd,de->bse", x, 3 * self.other[...])
+
+
 KEPT = {  # by why they are: K is padded in each call, or N of tiles of 16
-    "K": ((40, 32), NEAREST),
-    "N": ((32, 40), NEAREST),
-    "high precision": ((32, 32), Recipe(None, None, None)),
-    "a product for each example": (None, NEAREST),
+    "K": (partial(nnx.Linear, 40, 32), NEAREST),
+    "N": (partial(nnx.Linear, 32, 40), NEAREST),
+    "high precision": (partial(nnx.Linear, 32, 32), Recipe(None, None, None)),
+    "a product for each example": (Batched, NEAREST),
+    "one of two": (Alike, NEAREST),
 }
 
 
-@pytest.mark.parametrize(("sizes", "recipe"), KEPT.values(), ids=KEPT)
-def test_lora_keeps_what_does_not_fit(sizes, recipe):
-    layer = Batched() if sizes is None else nnx.Linear(*sizes, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(("make", "recipe"), KEPT.values(), ids=KEPT)
+def test_lora_keeps_what_does_not_fit(make, recipe):
+    layer = make(rngs=nnx.Rngs(0)) if isinstance(make, partial) else make()
     provider = Provider(Policy(default=recipe), lora=qwix.LoraProvider(module_path="none", rank=4, alpha=8.0))
     x = jnp.ones((2, 4, layer.kernel.shape[-2]))
     model = qwix.quantize_model(nnx.Sequential(layer), provider, x, rngs=nnx.Rngs(1))

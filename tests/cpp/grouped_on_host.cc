@@ -117,6 +117,7 @@ bool check_lists(const GroupedShape& shape, const GroupedTiles& tiles, int64_t s
   }
   const int64_t end = at.max_tails ? at.tails : at.bytes, header = 2;  // as many bytes as two tiles
   if (read <= at.padded_rows && has_room(shape, tiles, at) && listed <= at.max_tiles && tails <= at.max_tails &&
+      at.max_tiles <= 2 * shape.rows &&  // a group without rows has none
       at.list + (header + listed) * 16 <= end && (!at.max_tails || at.tails + (header + tails) * 16 <= at.bytes))
     return true;
   std::printf("%lld rows of %lld groups, of %lld each: %lld tiles and %lld tails, or what they read, do not fit\n",
