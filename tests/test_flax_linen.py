@@ -193,6 +193,9 @@ def test_an_einsum_that_is_no_product_stays_as_it_is():
     decision = Policy(default=NEAREST).explain(nn.Sequential([model]), X)[0]
     assert decision.recipe is None
     assert "must share a letter that the result leaves out" in decision.why
+    layer = nn.Einsum((32, 8), use_bias=False)  # of the first call is what explain says
+    calls = [lambda x: (x, "bsd,de->bse"), layer, lambda _: (X, "bsd,de->bsde"), layer]
+    assert [d.recipe for d in Policy(default=NEAREST).explain(nn.Sequential(calls), X)] == [NEAREST]
 
 
 def test_a_layer_gathers_as_its_rule_says():
