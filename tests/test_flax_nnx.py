@@ -164,6 +164,9 @@ def test_an_einsum_has_the_bits_of_linear():
     assert Policy(default=NEAREST).explain(own)[0].why == "has an einsum_op of its own"
     decision = Policy(default=NEAREST).explain(nnx.Einsum("bsd,dd->bs", (32, 32), rngs=nnx.Rngs(0)))[0]
     assert (decision.recipe, "w must have each letter once" in decision.why) == (None, True)
+    both = nnx.Einsum("bs...,...e->bse", (32, 48), rngs=nnx.Rngs(0))  # an ellipsis in the weights too
+    assert Policy(default=NEAREST).explain(both)[0].recipe == NEAREST
+    assert_bitwise(apply(both, Policy(default=NEAREST))(X), linear(X, both.kernel[...], NEAREST, w_axes="kn"))
 
 
 WRONG = {
