@@ -296,6 +296,7 @@ def test_a_broken_checkpoint_is_found_and_fixed(tmp_path, sound, capsys, layout,
     found = [f for f in lint(path) if f not in notes]
     assert {f.rule for f in found} == {rule}
     assert {f.fixable for f in found} == {fixable}
+    assert rule != "experts-differ" or [f.where for f in found] == [DOWN]
     assert {f.note for f in found} == {rule == "ranks"}
     code = 0 if rule == "ranks" else 1
     assert main(["lint", str(path)]) == code
