@@ -8,7 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, array, files_of, header_of, model_of, weight, with_header
+from checkpoints import GOLDEN, array, files_of, header_of, model_of, weight, with_header, write_model
 
 import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoint, lint, open_checkpoint
@@ -334,6 +334,7 @@ SEVERAL = {
         b, "hf_quant", {"quantization": {"exclude_modules": [ROUTER, HEAD]}})), {"config"}, False),
     "an algorithm of several formats": (MODELOPT, both(entry("quant_algo", "MIXED_PRECISION"), entry("ignore", [])),
                                         set(), False),
+    "a block scale of -0": (MODELOPT, block_scale(0x80), set(), False),
     "scales of no weight": (MODELOPT, both(entry("ignore", [ROUTER]), lambda b: b.tensors.update(
         {"a.weight_scale": ("F8_E4M3", np.ones((16, 2), E4M3))})), {"config"}, False),
     "fused with scales in an unknown order": (
@@ -486,7 +487,8 @@ def test_the_config_made_anew_is_that_of_the_converter(tmp_path, sound):
     assert after.quantization["quant_algo"] == "W4A16_NVFP4"
 
 
-def test_shards_stay_shards(tmp_path):
+def test_shards_stay_shards(tmp_path, sound):
+    """A tensor that is new goes beside the codes of its weight."""
     convert_checkpoint(GOLDEN / "llama" / "input", tmp_path / "two")
     (tmp_path / "two" / HF_QUANT).unlink()
     config = json.loads((tmp_path / "two" / CONFIG).read_text())
@@ -496,6 +498,11 @@ def test_shards_stay_shards(tmp_path):
     before, after = open_source(tmp_path / "two"), open_source(tmp_path / "out")
     assert (len(after.files), after.places) == (2, before.places)
     assert open_checkpoint(tmp_path / "out").keys() == open_checkpoint(tmp_path / "two").keys()
+    b = Broken(sound[MODELOPT])
+    without("activation")(b)
+    shards = {f"{i}.safetensors": {n: x for n, x in b.tensors.items() if (UP in n) == i} for i in (0, 1)}
+    fix_checkpoint(write_model(tmp_path / "new", shards, b.config), tmp_path / "fixed")
+    assert open_source(tmp_path / "fixed").places[b.part(UP, "activation")] == "1.safetensors"
 
 
 def test_a_list_that_loaders_would_read_differently_is_not_made(tmp_path, sound):
