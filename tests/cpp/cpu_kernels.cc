@@ -224,6 +224,20 @@ bool products_hold() {
   return good;
 }
 
+// Whether what one thread throws, such as for want of memory, reaches the caller.
+bool throws_again() {
+  bool caught = false;
+  try {
+    parallel_for(pool(), 8, 1, [](int64_t begin, int64_t) {
+      if (begin == 5) throw std::bad_alloc();
+    });
+  } catch (const std::bad_alloc&) {
+    caught = true;
+  }
+  join_all();
+  return caught;
+}
+
 // ---------------------------------------------------------------- quantizers
 // A line for the codes, the scales and the decoded values of one spec.
 void quantize_by(const KernelSpec& spec, Float kind, bool transposed, int number) {
@@ -266,7 +280,7 @@ void quantize_by_all(SpecList<S...>) {
 int main() {
   std::printf("isa %s\n", kIsaNames[static_cast<int>(detect_isa())].first);
   flush_subnormals();
-  const bool good = products_hold();
+  const bool good = throws_again() && products_hold();
   use_isa(detect_isa());
   quantize_by_all(SupportedSpecs{});
   return good ? 0 : 1;
