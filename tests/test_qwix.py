@@ -258,6 +258,8 @@ def test_the_policy_is_checked():
         qwix.quantize_model(Mlp(), Provider(Policy([Rule("gate", SR)]))).apply(variables, X)
     with pytest.raises(ValueError, match="layer 'up': key must be given"):
         jax.grad(lambda x: jnp.sum(qwix.quantize_model(Mlp(), Provider(Policy(default=SR))).apply(variables, x)))(X)
+    with pytest.raises(ValueError, match="parameters of one shape that Qwix cannot tell apart must have one recipe"):
+        qwix.quantize_model(nnx.Sequential(Alike()), Provider(Policy([Rule("layers/0/other", NEAREST)])), X)
     with pytest.raises(TypeError, match=r"Provider: policy must be a jnvfp4\.Policy, got \[\]"):
         Provider([])
 
@@ -278,7 +280,7 @@ class Weighted(nnx.Module):
         setattr(self, name, nnx.Param(jax.random.normal(rngs.params(), shape, jnp.bfloat16)))
 
     def __call__(self, x):
-        return jnp.einsum("BTD,DNH->BTNH", x, getattr(self, self.name)[...])
+        return jnp.einsum("BTD,DNH->BNTH", x, getattr(self, self.name)[...])
 
 
 class Weights(nnx.Module):
@@ -320,7 +322,7 @@ def test_lora_freezes_the_weights_in_nvfp4_and_leaves_its_adapters():
         assert_same_tensor(kept, quantize(kernel[...].reshape(32, -1).T, NEAREST.fprop.w))
     assert isinstance(model.wi.wi[...], jax.Array)  # no rule matches
     # Adapters start at zero.
-    assert_bitwise(nnx.jit(lambda m: m(x))(model)[0], einsum("BTD,DNH->BTNH", x, plain.attn.w[...], recipe=NEAREST))
+    assert_bitwise(nnx.jit(lambda m: m(x))(model)[0], einsum("BTD,DNH->BNTH", x, plain.attn.w[...], recipe=NEAREST))
     grads = nnx.grad(lambda m: sum(loss(y) for y in m(x)), argnums=nnx.DiffState(0, nnx.LoRAParam))(model)
     assert set(nnx.to_pure_dict(grads)) == {"attn", "up"}
     graph, state = nnx.split(model)
