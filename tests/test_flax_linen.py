@@ -143,10 +143,11 @@ def test_models_that_are_called_in_turn_are_each_known():
             Mlp().apply(init(Mlp()), X)
 
 
-def test_k_of_a_general_layer_is_without_its_batch():
-    """Together with its batch it would be a multiple of 16."""
-    (layer,) = Policy(default=NEAREST).explain(nn.DenseGeneral(48, axis=-1, batch_dims=(0,)), jnp.ones((4, 8, 40)))
-    assert layer.why == "default; K padded from 40 to 48"
+def test_sizes_of_a_general_layer_are_without_its_batch():
+    """Together with its batch K would be a multiple of 16, and so would N together with K."""
+    for n, k, which in ((48, 40, "K"), (40, 48, "N")):
+        (layer,) = Policy(default=NEAREST).explain(nn.DenseGeneral(n, axis=-1, batch_dims=(0,)), jnp.ones((4, 8, k)))
+        assert layer.why == f"default; {which} padded from 40 to 48"
 
 
 def test_an_einsum_has_the_dtype_of_its_attribute():
