@@ -207,7 +207,7 @@ def test_an_architecture_is_a_row_and_a_target(tmp_path):
     subprocess.run(["g++", "-std=c++20", f"-I{FFI}", source, FFI / "plan/table.cc", "-o", program], check=True)
     assert subprocess.run([program], capture_output=True, text=True, check=True).stdout.splitlines() == [
         "sm120_stand_in: ",
-        "sm80_any: sm120_stand_in is not in this build; build jnvfp4 with 120a among JNVFP4_CUDA_TARGETS",
+        "sm80_any: sm120_stand_in is not in this build; build jnvfp4 with 120f among JNVFP4_CUDA_TARGETS",
         "sm80_any: sm120_stand_in runs on GPUs of compute capability 12.0 to 12.9, not on compute capability 9.0",
     ]
 
