@@ -1,4 +1,4 @@
-"""Runs the command ``jnvfp4``: convert, inspect, lint, verify, repack, dequantize, diff, doctor, support."""
+"""Runs the command ``jnvfp4``: convert, inspect, lint, verify, repack, dequantize, diff, doctor, support, conform."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from . import __version__
-from ._reports import doctor, support
+from ._reports import conform, doctor, support
 from .checkpoints import console
 from .checkpoints._convert.encode import Implementation
 from .checkpoints._convert.options import ConvertOptions
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
             help=text,
             description=f"{text[0].upper()}{text[1:]}.{more}",
             epilog=f"example: jnvfp4 {name} {example}" if example else None,
-            parents=[common] if run in (_convert, _support) else [common, json],
+            parents=[common] if run in (_convert, _support, _conform) else [common, json],
         )
         _positional(p.add_argument, **paths)
         p.set_defaults(run=run)
@@ -172,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     p = command(_doctor, "show what was built and what runs here, and check its bits", more)
     p.add_argument("--full", action="store_true", help="run all checks (under a minute), as for a report of a bug")
     command(_support, "show which operation has which kernels")
+    more = (
+        " The first device of each platform computes all vectors of jnvfp4/conformance. Exit code 1 says that a byte "
+        "differs."
+    )
+    p = command(_conform, "compare what runs here with the vectors of NVFP4", more, "--record RESULTS.npz")
+    p.add_argument("--record", type=Path, metavar="FILE", help="write what the default device gives, and compare it")
     return parser
 
 
@@ -416,6 +422,12 @@ def _doctor(a: argparse.Namespace) -> Exit:
 
 def _support(a: argparse.Namespace) -> Exit:
     return _show(support.support_table().removesuffix("\n"))
+
+
+def _conform(a: argparse.Namespace) -> Exit:
+    tables = conform.record(a.record) if a.record else conform.tables()
+    _show("\n\n".join(text for text, _ in tables))
+    return Exit.OK if all(equal for _, equal in tables) else Exit.DIFFERENT
 
 
 def _show(result: object) -> Exit:

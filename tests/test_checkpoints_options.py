@@ -335,7 +335,7 @@ def help_of(capsys, *arguments) -> str:
 def every_help(capsys) -> list[str]:
     top = help_of(capsys)
     commands = re.findall(r"^    (\S+)  +\S", top, re.M)
-    assert commands == [*COMMANDS, "doctor", "support"]
+    assert commands == [*COMMANDS, "doctor", "support", "conform"]
     return [top, *(help_of(capsys, command) for command in commands)]
 
 
