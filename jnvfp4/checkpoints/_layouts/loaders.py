@@ -15,6 +15,15 @@ from ..._core.patterns import layer_of
 from .._files.safetensors import Planned
 from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_expert, split_role
 
+# The releases whose sources say how loaders read checkpoints.
+VERSIONS = {
+    "vllm": "0.33",
+    "sglang": "0.5.23",
+    "compressed-tensors": "0.20",
+    "nvidia-modelopt": "0.47",
+    "llmcompressor": "0.14",
+}
+
 Reading = Callable[[str, str], bool]  # whether an entry of the list keeps a module
 
 
