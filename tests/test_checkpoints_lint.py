@@ -433,6 +433,42 @@ def test_fused_weights_get_the_largest_scale_and_nearly_the_same_values(tmp_path
             assert 0 < np.linalg.norm(x - y) < 0.04 * np.linalg.norm(x)
 
 
+FUSED_ROLES = (
+    ("linear_attn", ("in_proj_qkv", "in_proj_z")),  # Qwen3.5; with in_proj_b and in_proj_a
+    ("attn1", ("to_q", "to_k", "to_v")),
+    ("attn2", ("to_k", "to_v")),
+    ("attn", ("add_q_proj", "add_k_proj", "add_v_proj")),
+    ("attention", ("wq", "wk", "wv")),
+    ("self_attn", ("index_q_proj", "index_k_proj", "index_v_proj")),
+    ("self_attn", ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")),  # Kimi Linear
+    ("mlp", ("c_fc_0", "c_fc_1")),
+    ("mlp", ("fc1", "fc3")),
+    ("attention.self", ("query", "key", "value")),
+)
+APART = (("mlp", ("fc1", "fc2")), ("attn2", ("to_q", "to_k")), ("crossattention", ("query", "key")))
+
+
+@pytest.mark.parametrize(("parent", "roles"), FUSED_ROLES + APART)
+def test_what_loaders_fuse_has_one_global_scale(tmp_path, parent, roles):
+    """Standard deviations of 0.02 and 0.2 give one global scale; lint finds several in a file, and --fix mends them."""
+    modules = [f"model.layers.0.{parent}.{role}" for role in roles]
+    deviations = dict(zip(modules, (0.02, *[0.2] * len(modules)), strict=False))
+    tensors = {f"{m}.weight": array(64, 64) * np.asarray(v, ml_dtypes.bfloat16) for m, v in deviations.items()}
+    model, apart = model_of(tmp_path / "model", tensors), tmp_path / "apart"
+    convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True))
+    b, fused = Broken(tmp_path / "out"), roles not in [r for _, r in APART]
+    one = {b.tensors[b.part(m, "global_scale")][1].item() for m in modules}
+    assert len(one) == (1 if fused else 2)
+    assert lint(tmp_path / "out") == []
+    for m in modules:
+        convert_checkpoint(model_of(tmp_path / m, {f"{m}.weight": tensors[f"{m}.weight"]}), tmp_path / f"{m}-out")
+        b.tensors |= {n: t for n, t in Broken(tmp_path / f"{m}-out").tensors.items() if not n.endswith("input_scale")}
+    assert [(f.rule, f.fixable) for f in lint(b.write(apart))] == [("fused-globals", True)] * fused
+    if fused:
+        fix_checkpoint(apart, tmp_path / "fixed")
+        assert lint(tmp_path / "fixed") == []
+
+
 @pytest.mark.parametrize("layout", ANY)
 def test_fused_weights_get_the_same_bytes(tmp_path, sound, layout):
     for i, factor in enumerate(np.random.default_rng(0).uniform(0.5, 2, 50)):

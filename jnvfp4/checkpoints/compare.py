@@ -10,7 +10,7 @@ import numpy as np
 from ._files.files import CHUNK_BYTES, pieces, slices
 from ._files.safetensors import JSON
 from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
-from ._layouts.names import WEIGHT, groups_of, is_kv_scale, module_of
+from ._layouts.names import WEIGHT, is_kv_scale, module_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 from ._layouts.unsupported import config_refusal, tensor_refusal
 
@@ -42,7 +42,7 @@ def inspect(source: Path | str) -> JSON:
             "pre_quant_scales": [name for m in stored.modules if (name := stored.pre_quant_scale(m))],
             "kv_scales": [n for n in stored.kept if is_kv_scale(n)],
             "kept": [n for n in stored.kept if not is_kv_scale(n)],
-            "groups": [list(g.members) for g in groups_of(stored.modules) if len(g.members) > 1],
+            "groups": [list(g.members) for g in stored.fused if len(g.members) > 1],
             "ratio_to_16_bits": out["bytes"] / at_16_bits,
         }
     return out

@@ -13,7 +13,6 @@ from ._files.errors import reading
 from ._files.safetensors import DTYPES, JSON, Planned
 from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.base import Quantization
-from ._layouts.names import groups_of
 from ._layouts.survey import NAN, Item, Survey, survey
 from ._layouts.unsupported import has_fp8_kv_cache
 from .rewrite import Pieces, Warn, copying, write_output
@@ -96,7 +95,7 @@ def _fix_activations(s: Survey, fixes: _Fixes) -> None:
 # ---------------------------------------------------------------- scales of weights
 def _fix_weights(s: Survey, nan: set[str], fixes: _Fixes) -> None:
     """Mends block scales, among them those whose names are in ``nan``, and global scales of fused weights."""
-    for group in groups_of(s.items):
+    for group in s.fused:
         items = [s.items[m] for m in group.members]
         mended = [is_whole(s, item) for item in items]
         shared = shared_global(s, group.members) if all(mended) else None

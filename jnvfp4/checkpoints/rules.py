@@ -16,7 +16,7 @@ from ..spec import BLOCK
 from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.loaders import Reading, fused_module
-from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
+from ._layouts.names import is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
 from ._layouts.unsupported import kv_caches
@@ -169,7 +169,7 @@ def _globals_of(s: Survey, members: Sequence[str]) -> tuple[np.ndarray, np.ndarr
 
 
 def _fused(s: Survey) -> Iterator[Found]:
-    for group in groups_of(s.items):
+    for group in s.fused:
         if shared_global(s, group.members) is not None:
             _, decode = _globals_of(s, group.members)
             ratio = np.divide(decode.max(axis=0), decode.min(axis=0), dtype=np.float64).max()

@@ -17,7 +17,7 @@ from ._files.safetensors import JSON, Planned
 from ._files.source import Source, open_source
 from ._layouts.base import Peer
 from ._layouts.fp8 import Fp8Weight
-from ._layouts.names import groups_of, is_kv_scale
+from ._layouts.names import is_kv_scale
 from ._layouts.stored import Stored, Weight, layout_of, open_stored
 
 LARGEST_SCALE = 0x7E  # the E4M3 bits of 448
@@ -272,7 +272,7 @@ def _check_kept(source: Source, stored: Stored, name: str) -> Record:
 
 def _check_groups(stored: Stored) -> None:
     """Raises if modules that loaders fuse have different global scales."""
-    for group in groups_of(stored.modules):
+    for group in stored.fused:
         scales = {m: stored.weight(m).global_scale.tobytes() for m in group.members}
         first = group.members[0]
         # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.

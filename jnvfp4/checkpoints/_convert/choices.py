@@ -50,6 +50,11 @@ class Choice:
         n, k = self.entry.shape[-2:]
         return (k, n) if self.entry.kn else (n, k)
 
+    @property
+    def k(self) -> int | None:
+        """K of a tensor that has one."""
+        return self.matrix[1] if len(self.entry.shape) > 1 else None
+
 
 def tensor_of(names: Container[str], module: str) -> str:
     """Names the weight of a module, which is the module itself for a stack of experts."""
@@ -167,7 +172,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     for name, choice in choices.items():
         if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
-    groups = groups_of(modules, options.share)
+    groups = groups_of(modules, options.share, lambda m: choices[tensor_of(choices, m)].k)
     warnings = _of_other_dtypes(choices.values())
     for group in groups:
         members = [choices[tensor_of(choices, m)] for m in group.members]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..._core.patterns import layer_of
 from .._files.safetensors import Planned
-from .names import FUSED, FUSED_NAMES, WEIGHT, is_embedding, is_stack, module_of, split_expert, split_role
+from .names import FUSED_NAMES, WEIGHT, fused_rows, is_embedding, is_stack, module_of, split_expert, split_role
 
 # The releases whose sources say how loaders read checkpoints.
 VERSIONS = {
@@ -63,8 +63,8 @@ class Loader(NamedTuple):
 
 def fused_module(module: str) -> str:
     """Names the module that a loader fuses this one into: q, k and v; gate and up; or all experts."""
-    parent, role = split_role(module)
-    return _experts_of(module) or parent + next((FUSED_NAMES[f] for f in FUSED if role in f and f in FUSED_NAMES), role)
+    named = (parent + FUSED_NAMES[row] for parent, row in fused_rows(module) if FUSED_NAMES.get(row))
+    return _experts_of(module) or next(named, module)
 
 
 def _experts_of(module: str) -> str | None:

@@ -16,7 +16,7 @@ from .._files.source import CONFIG, Source, open_source, read_hf_quant
 from .base import Layout, Parts
 from .fp8 import Fp8Weight, dtype_of_origin, fp8_weights
 from .layouts import LAYOUTS
-from .names import WEIGHT, module_of
+from .names import WEIGHT, Group, groups_of, module_of
 from .te import TE
 from .unsupported import config_refusal, tensor_refusal
 
@@ -108,6 +108,11 @@ class Stored:
         if e4m3_max not in (448, 256):
             raise CheckpointError(f"e4m3_max is {e4m3_max!r}", "448 or 256", file=self.source.directory / CONFIG)
         return 256 if e4m3_max == 256 and self.layout.stores_amax else 448
+
+    @property
+    def fused(self) -> list[Group]:
+        """The groups of NVFP4 weights that loaders fuse."""
+        return groups_of(self.modules, k=lambda m: self.source.entry(self.parts(m).codes).shape[-1])
 
     def parts(self, module: str) -> Parts:
         """Names the tensors of a quantized weight."""

@@ -16,7 +16,7 @@ from .base import Layout, Parts, Quantization
 from .layouts import LAYOUTS, nvfp4_values
 from .loaders import Reading, linear_modules
 from .modelopt import ALGORITHMS
-from .names import FUSED, is_kv_scale, split_expert, split_role
+from .names import Group, family_of, groups_of, is_kv_scale, split_expert, split_role
 from .stored import Stored, layout_of, scale_shapes
 from .unsupported import config_refusal, tensor_refusal
 
@@ -86,9 +86,8 @@ class Item:
     @property
     def family(self) -> tuple[str, object]:
         """What it shares with weights that multiply the same or similar activations: fused ones, and other experts."""
-        expert, (parent, role) = split_expert(self.module), split_role(self.module)
-        parent = expert[0] if expert else parent
-        return parent, next((f for f in FUSED if role in f), role)
+        expert, (parent, roles) = split_expert(self.module), family_of(self.module)
+        return (expert[0] if expert else parent), roles
 
 
 def _count_bad(x: np.ndarray, *, zero: bool = False) -> int:
@@ -116,6 +115,11 @@ class Survey:
     @property
     def layout(self) -> Layout:
         return self.stored.layout
+
+    @cached_property
+    def fused(self) -> list[Group]:
+        """The groups of weights that loaders fuse."""
+        return groups_of(self.items, k=lambda m: (self.items[m].shape or (None,))[-1])
 
     @cached_property
     def unquantized(self) -> list[str]:
