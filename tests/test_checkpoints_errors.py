@@ -385,7 +385,12 @@ def test_what_is_not_finite_keeps_its_group(tmp_path):
 
 GROUPS = {
     "no up": ({GATE: weight(16, 32)}, "module 'model.layers.0.mlp' has gate_proj but no up_proj"),
-    "no gate": ({UP: weight(16, 32)}, "module 'model.layers.0.mlp' has up_proj but no gate_proj"),
+    "no gate": (
+        {UP: weight(16, 32), **{n.replace("0", "1"): weight(16, 32) for n in (GATE, UP)}},
+        "module 'model.layers.0.mlp' has up_proj but no gate_proj"),
+    "no gate of an expert": (
+        {f"mlp.experts.{e}.{r}_proj.weight": weight(16, 32) for e, r in ((0, "gate"), (0, "up"), (1, "up"))},
+        "module 'mlp.experts.1' has up_proj but no gate_proj"),
     "no w3": ({"model.layers.0.mlp.experts.0.w1.weight": weight(16, 32)}, "has w1 but no w3; expected both"),
     "K": ({GATE: weight(16, 32), UP: weight(16, 48)}, f"'{GATE}': K is 32, but '{UP}' has K = 48; expected one K"),
     "float64": ({DOWN: ("F64", np.ones((16, 32)))}, "no tensor is quantized", 2),

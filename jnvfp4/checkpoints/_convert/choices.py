@@ -16,12 +16,16 @@ from .._layouts.names import (
     WEIGHT,
     Group,
     groups_of,
+    is_16_bits_in_loaders,
     is_embedding,
     is_expert,
     is_head,
+    is_mtp,
     is_other,
     is_router,
     module_of,
+    mtp_layers,
+    without_numbers,
 )
 from .options import ConvertOptions
 from .views import is_kn
@@ -56,12 +60,12 @@ def tensor_of(names: Container[str], module: str) -> str:
     return name if (name := module + WEIGHT) in names else module
 
 
-def _choice(entry: Planned, source: Source, options: ConvertOptions) -> Choice:
-    """Decides about one tensor, without regard to its group."""
+def _choice(entry: Planned, source: Source, options: ConvertOptions, mtp: tuple[str, ...]) -> Choice:
+    """Decides about one tensor, without regard to its group; ``mtp`` are the layers of ``mtp_layers``."""
     if not entry.name.endswith(WEIGHT) and not is_expert_stack(entry):
         return Choice(entry, "no weight")
     module = module_of(entry.name)
-    choice = Choice(entry, _rule(entry.name, source.layers, options) or _kind(entry, module, options))
+    choice = Choice(entry, _rule(entry.name, source.layers, options) or _kind(entry, module, options, mtp))
     if choice.quantizes and choice.stacked:
         if not LAYOUTS[options.layout].stacks or options.row_scaled:
             observed = f"is a stack of experts, recipe {options.recipe}, layout {options.layout}"
@@ -90,7 +94,7 @@ def _rule(name: str, layers: int | None, o: ConvertOptions) -> str:
     return next(iter(reasons), "")
 
 
-def _kind(entry: Planned, module: str, options: ConvertOptions) -> str:
+def _kind(entry: Planned, module: str, options: ConvertOptions, mtp: tuple[str, ...]) -> str:
     """Gives the property of a tensor that keeps it; raises if the user asked for it by name, unless that decides."""
     wanted = any(names_exactly(p, module) for p in options.targets)
     only_experts = options.preset == "moe-experts"
@@ -100,6 +104,8 @@ def _kind(entry: Planned, module: str, options: ConvertOptions) -> str:
         (is_head(module), "is", "a head", "a projection: loaders keep heads"),
         (is_embedding(module) and not wanted, "", "embedding", ""),
         (is_other(module) and not wanted, "", "no projection of the language model", ""),
+        (is_mtp(module, mtp) and not wanted, "", "multi-token prediction", ""),
+        (is_16_bits_in_loaders(module) and not wanted, "", "in 16 bits in loaders", ""),
         (only_experts and not is_expert(entry.name) and not wanted, "", "no expert", ""),
         (0 in entry.shape, "has", f"shape {list(entry.shape)}", "no empty axis"),
         (entry.tag not in FLOATS, "has", _dtype(entry), "a float dtype"),  # last: alone it has a warning
@@ -160,7 +166,8 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
         differ in K, or nothing is left to quantize.
     """
     _check_layers(source.layers, options)
-    choices = {e.name: _choice(e, source, options) for e in source.entries()}
+    mtp = mtp_layers(map(module_of, source.places))
+    choices = {e.name: _choice(e, source, options, mtp) for e in source.entries()}
     names = [n for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
     modules = [*map(module_of, names)]
     _check_matches(modules, options)
@@ -169,9 +176,10 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
     groups = groups_of(modules, options.share)
     warnings = _of_other_dtypes(choices.values())
+    alike = {*map(without_numbers, modules)}
     for group in groups:
         members = [choices[tensor_of(choices, m)] for m in group.members]
-        changed, odd = _as_a_whole(group, members, options.strict)
+        changed, odd = _as_a_whole(group, members, alike, options.strict)
         choices |= {d.entry.name: d for d in changed}
         warnings += odd
     quantized = tuple(g for g in groups if choices[tensor_of(choices, g.members[0])].quantizes)
@@ -182,7 +190,9 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     return choices, quantized, tuple(warnings)
 
 
-def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list[Choice], list[str]]:
+def _as_a_whole(
+    group: Group, members: list[Choice], alike: Container[str], strict: bool
+) -> tuple[list[Choice], list[str]]:
     """Makes one choice for a group: gives the choices that change, and warnings."""
     quantized = [d for d in members if d.quantizes]
     if not quantized:
@@ -194,7 +204,7 @@ def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list
             raise CheckpointError(text, "a group as a whole", tensor=kept.entry.name, code=Exit.USAGE)
         changed = [replace(d, reason=f"{kept.reason}, of its group") for d in quantized]
         return changed, [f"{kept.entry.name} {text}: the group is kept"]
-    warnings = _missing_roles(group)
+    warnings = _missing_roles(group, alike)
     first = members[0]
     other = next((d for d in members if (d.matrix[1], d.stacked) != (first.matrix[1], first.stacked)), None)
     if other is not None:
@@ -203,10 +213,16 @@ def _as_a_whole(group: Group, members: list[Choice], strict: bool) -> tuple[list
     return [], warnings
 
 
-def _missing_roles(group: Group) -> list[str]:
-    """Warns of a missing q, k or v, and raises if gate or up is missing."""
+def _missing_roles(group: Group, alike: Container[str]) -> list[str]:
+    """Warns of a missing q, k or v, and raises if gate or up is missing.
+
+    There are MLPs without a gate, and attention with a gate alone, but then no layer or expert has both: ``alike`` are
+    the names of all modules without numbers.
+    """
     parent, _, first = group.members[0].rpartition(".")
     for role in group.missing:
-        if any(role in fused for fused in INSEPARABLE):
+        fused = next((f for f in INSEPARABLE if role in f), ())
+        alone = role in fused[:1] or "att" in parent
+        if fused and (not alone or without_numbers(f"{parent}.{role}") in alike):
             raise CheckpointError(f"module {parent!r} has {first} but no {role}", "both", hint="--ignore keeps it")
     return [f"{parent}: no {role}" for role in group.missing if len(group.members) > 1]
