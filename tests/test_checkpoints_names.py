@@ -74,7 +74,7 @@ PROJECTIONS = (
 
 
 def planned(tmp_path, modules, **options):
-    w = np.zeros((16, 32), ml_dtypes.bfloat16)
+    w = np.zeros((32, 32), ml_dtypes.bfloat16)
     shard = {f"{m}.weight": ("BF16", w) for m in modules}
     directory = tmp_path / "in"
     if not directory.exists():

@@ -10,7 +10,7 @@ from .._files.errors import CheckpointError, Exit, OptionError
 from .._files.safetensors import FLOATS, Planned
 from .._files.source import Source
 from .._layouts.layouts import LAYOUTS, layouts_with
-from .._layouts.loaders import is_expert_stack
+from .._layouts.loaders import is_expert_stack, is_other_stack
 from .._layouts.names import (
     INSEPARABLE,
     WEIGHT,
@@ -25,10 +25,13 @@ from .._layouts.names import (
     is_router,
     module_of,
     mtp_layers,
+    split_role,
     without_numbers,
 )
 from .options import ConvertOptions
 from .views import is_kn
+
+_CONV1D = ("c_attn", "q_attn", "c_fc", "c_proj")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,21 @@ def _of_other_dtypes(choices: Iterable[Choice]) -> list[str]:
     return [f"weights of {dtype} {kept}: {', '.join(of)}" for dtype, of in names.items()]
 
 
+def _of_other_stacks(choices: Iterable[Choice]) -> list[str]:
+    names = sorted(c.entry.name for c in choices if is_other_stack(c.entry))
+    return [f"stacks of experts that no reader has in NVFP4 are kept: {', '.join(names)}"] if names else []
+
+
+def _check_conv1d(choices: Iterable[Choice]) -> None:
+    """Raises if weights of transformers' Conv1D, as in GPT-2, would be quantized; their N above K tells the axes."""
+    found = [d for d in choices if split_role(module_of(d.entry.name))[1] in _CONV1D and len(d.entry.shape) == 2]
+    turned = any(d.entry.shape[0] < d.entry.shape[1] and not d.entry.name.endswith("c_proj.weight") for d in found)
+    if turned and (wrong := next((d.entry for d in found if d.quantizes), None)):
+        observed = f"is [K, N] = {list(wrong.shape)}, as Conv1D of transformers has it"
+        hint = f"transpose the weights of {', '.join(_CONV1D)} in the model, or --ignore keeps them"
+        raise CheckpointError(observed, "[N, K]", tensor=wrong.name, hint=hint)
+
+
 def _check_layers(layers: int | None, o: ConvertOptions) -> None:
     """Raises if the layers at either end cannot be counted, or are all layers."""
     if not o.start_layers and not o.end_layers:
@@ -168,6 +186,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
     _check_layers(source.layers, options)
     mtp = mtp_layers(map(module_of, source.places))
     choices = {e.name: _choice(e, source, options, mtp) for e in source.entries()}
+    _check_conv1d(choices.values())
     names = [n for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]
     modules = [*map(module_of, names)]
     _check_matches(modules, options)
@@ -175,7 +194,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
         if is_expert_stack(choice.entry) and name + WEIGHT in choices:  # both are the weight of one module
             raise CheckpointError(f"is the weight of a module, as {name!r} is", "one of them", tensor=name + WEIGHT)
     groups = groups_of(modules, options.share)
-    warnings = _of_other_dtypes(choices.values())
+    warnings = _of_other_dtypes(choices.values()) + _of_other_stacks(choices.values())
     alike = {*map(without_numbers, modules)}
     for group in groups:
         members = [choices[tensor_of(choices, m)] for m in group.members]
