@@ -43,7 +43,7 @@ def sources(directory: Path) -> list[Files]:
             "lm_head.weight": weight(3, 5),
         },
     }
-    model = write_model(directory / "in", shards)
+    model = write_model(directory / "in", shards, {"model_type": "qwen3_moe", "num_hidden_layers": 1})
     found = [files_of(model)]
     for f in ("modelopt", "compressed-tensors", "te"):
         ignore = (EXPERTS,) if f == "compressed-tensors" else ()

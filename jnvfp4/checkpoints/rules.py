@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..spec import BLOCK
+from ._convert.views import has_blocks_along_n
 from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.loaders import Reading, fused_module
@@ -220,6 +221,8 @@ def _parts(s: Survey) -> Iterator[Found]:
         if item.lie == "wrong" and item.codes and item.scales:
             shapes = " and ".join(f"{e.tag} {list(e.shape)}" for e in (item.codes, item.scales))
             yield item.parts.codes, f"and its block scales are {shapes}", False
+        if item.shape and has_blocks_along_n(item.module, item.shape, s.source.config):
+            yield item.parts.codes, f"has blocks along N, by the sizes in {CONFIG}", False
         if item.global_scale is None:
             there = item.parts.global_scale in s.source.places
             yield item.parts.global_scale, "is no float" if there else "is missing", False

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import decoded, per_expert, stacked
+from ._convert.views import decoded, has_blocks_along_n, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
 from ._files.safetensors import JSON, Planned
@@ -174,7 +174,7 @@ def verify_checkpoint(
     kept = [n for n in stored.kept if n in original.places or not is_kv_scale(n)]  # a source has no scales of a cache
     checks += [partial(_check_kept, original, stored, name) for name in kept]
     checks += [partial(_check_fp8, original, stored, module) for module in stored.fp8]
-    checks += [partial(_check_quantized, original, stored, module, peer) for module in stored.modules]
+    checks += [partial(_check_quantized, original, stored, module, peer, expert_layout) for module in stored.modules]
     for check in checks:
         try:
             if record := check():
@@ -215,13 +215,17 @@ def _original(source: Source, stored: Stored, name: str) -> Planned:
     return source.entry(name)
 
 
-def _check_quantized(source: Source, stored: Stored, module: str, peer: Peer | None) -> Record:
+def _check_quantized(
+    source: Source, stored: Stored, module: str, peer: Peer | None, expert_layout: ExpertLayout
+) -> Record:
     name = stored.name(module)
     entry, weight = _original(source, stored, name), stored.weight(module)
     try:
         w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
             raise _failure(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
+        if expert_layout == "auto" and has_blocks_along_n(name, w.shape, source.config):
+            raise _failure(name, "has blocks along N", "K", stored)
         if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
             observed = f"has a global scale of {weight.global_scale}"
             raise _failure(name, observed, "a finite one above 0", stored)

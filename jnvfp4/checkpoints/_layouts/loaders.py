@@ -12,8 +12,20 @@ from functools import cache
 from typing import NamedTuple
 
 from ..._core.patterns import layer_of
-from .._files.safetensors import Planned
-from .names import FUSED_NAMES, WEIGHT, fused_rows, is_embedding, is_stack, module_of, split_expert, split_role
+from ...spec import BLOCK
+from .._files.safetensors import FLOATS, Planned
+from .names import (
+    FUSED_NAMES,
+    WEIGHT,
+    fused_rows,
+    is_embedding,
+    is_expert,
+    is_other,
+    is_stack,
+    module_of,
+    split_expert,
+    split_role,
+)
 
 # The releases whose sources say how loaders read checkpoints.
 VERSIONS = {
@@ -93,8 +105,31 @@ def _layers(modules: Iterable[str]) -> set[str]:
 
 def linear_modules(entries: Iterable[Planned]) -> list[str]:
     """Names the modules of the weights that a linear layer may have, which loaders look up in the ignore list."""
-    weights = (e.name for e in entries if (e.name.endswith(WEIGHT) and len(e.shape) == 2) or is_expert_stack(e))
-    return [m for m in map(module_of, weights) if not is_embedding(m)]
+    weights = [e for e in entries if _is_matrix(e) or is_expert_stack(e) or is_other_stack(e)]
+    modules = [m for e in weights if not is_embedding(m := module_of(e.name))]
+    return [*modules, *sorted({_experts_beside(module_of(e.name)) for e in weights if is_other_stack(e)})]
+
+
+def _is_matrix(entry: Planned) -> bool:
+    return entry.name.endswith(WEIGHT) and len(entry.shape) == 2
+
+
+def _experts_beside(module: str) -> str:
+    """Names the module of all experts that loaders make of another stack: ``moe.up_proj`` is in ``moe.experts``."""
+    before, experts, _ = f".{module}.".partition(".experts.")
+    return f"{before[1:]}.experts" if experts else f"{split_role(module)[0]}experts"
+
+
+def is_other_stack(entry: Planned) -> bool:
+    """Tells whether a tensor seems to be a stack of experts of a form that no reader has in NVFP4.
+
+    Such are ``input_linear.weight`` [E, N, K] of Granite, and ``experts.mlp.w1`` [E * N, K] of DBRX.
+    """
+    module, weight, rank = module_of(entry.name), entry.name.endswith(WEIGHT), len(entry.shape)
+    named = is_expert(entry.name) and not any(word in split_role(module)[1] for word in ("bias", "scale"))
+    shaped = (rank == 3 and (weight or named)) or (rank == 2 and named and not weight)
+    large = shaped and min(entry.shape[-2:]) >= BLOCK and entry.tag in FLOATS
+    return large and not (is_expert_stack(entry) or is_other(module) or is_embedding(module))
 
 
 def is_expert_stack(entry: Planned) -> bool:

@@ -133,6 +133,28 @@ def is_other(module: str) -> bool:
     return "vit" in parts or any(o in part for part in parts for o in _OTHER)
 
 
+def mtp_layers(modules: Iterable[str]) -> tuple[str, ...]:
+    """Gives the beginnings of the names in layers for multi-token prediction (MTP) that are numbered like others."""
+    return tuple(parent for parent, role in map(split_role, modules) if role == "eh_proj")
+
+
+def is_mtp(module: str, layers: tuple[str, ...]) -> bool:
+    """Tells whether a module predicts tokens after the next one; ``layers`` are those of ``mtp_layers``."""
+    return module.startswith(layers) or any(part.startswith("mtp") for part in module.split("."))
+
+
+def is_16_bits_in_loaders(module: str) -> bool:
+    """Tells whether loaders keep a projection in 16 bits: of attention's indexer, or for gates of linear attention."""
+    parent, role = split_role(module)
+    indexer = parent.endswith("indexer.") and role in ("wk", "weights_proj")
+    return indexer or role in ("in_proj_a", "in_proj_b", "in_proj_ba")
+
+
+def without_numbers(module: str) -> str:
+    """Gives the name that a module has in common with those of other layers and experts."""
+    return ".".join("*" if part.isdecimal() else part for part in module.split("."))
+
+
 def is_kv_scale(name: str) -> bool:
     """Tells whether a tensor is a scale of the KV cache, which is a decode scale in every layout."""
     return KV_SCALE.fullmatch(name) is not None
