@@ -15,7 +15,7 @@ from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoin
 from jnvfp4.checkpoints._files.errors import CheckpointError
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
 from jnvfp4.checkpoints._layouts.stored import layout_of, open_stored
-from jnvfp4.checkpoints._layouts.unsupported import has_fp8_kv_cache
+from jnvfp4.checkpoints._layouts.unsupported import kv_cache
 from jnvfp4.checkpoints.rules import RULES
 from jnvfp4.cli import main
 
@@ -606,7 +606,7 @@ def test_scales_of_a_cache_in_another_format_are_no_finding(tmp_path, sound):
     both(kv, entry("kv_cache_quant_algo", "NVFP4", HF_QUANT))(b)
     path = b.write(tmp_path / "kv")
     assert lint(path) == []
-    assert not has_fp8_kv_cache(open_source(path))
+    assert kv_cache(open_source(path)) == "NVFP4"
 
 
 def test_layout_te_has_nothing_to_fix(tmp_path):

@@ -134,7 +134,7 @@ def _plan_of(
     weights = {item.module: item for item in items.values() if item.choice.quantizes}
     shards = _shards(source, items, options.max_shard_bytes)
     spec = {"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max}
-    quantization = Quantization(ignore, options.weight_only, options.kv_cache == "fp8", spec)
+    quantization = Quantization(ignore, options.weight_only, "FP8" if options.kv_cache == "fp8" else "", spec)
     configs = layout.config_files(source.config or {}, quantization)
     index = index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
     files = configs | index  # the index is last, so that an interrupted output looks incomplete
