@@ -196,7 +196,7 @@ def _fused(s: Survey) -> Iterator[Found]:
             _, decode = _globals_of(s, group.members)
             ratio = np.divide(decode.max(axis=0), decode.min(axis=0), dtype=np.float64).max()
             roles = ", ".join(split_role(m)[1] for m in group.members[1:])
-            whole = ratio <= _MOST_ROUNDED and all(is_whole(s, s.items[m]) for m in group.members)
+            whole = float(ratio) <= _MOST_ROUNDED and all(is_whole(s, s.items[m]) for m in group.members)
             text = f"and {roles} have different global scales, up to {ratio:.4g}x"
             yield group.members[0], text, whole
 

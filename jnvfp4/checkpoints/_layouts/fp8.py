@@ -122,8 +122,8 @@ def _unit(entry: Planned, scale: Planned) -> tuple[int, int]:
 
 def powers(e8m0: np.ndarray) -> np.ndarray:
     """Decodes exponents of 2, plus 127, to float32; 255 is NaN."""
-    exponents = e8m0.view(np.uint8)
-    return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents.astype(int) - 127))
+    exponents = e8m0.view(np.uint8).astype(int)
+    return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), np.minimum(exponents, 254) - 127))
 
 
 def dtype_of_origin(source: Source) -> str:
