@@ -186,7 +186,7 @@ def with_length(length):
 LENGTHS = {
     **{f"{n} bytes": (of_bytes(lambda data, n=n: data[:n]), f"{A}: .*{n}") for n in (0, 4, 8, 100, 1000)},
     "all but one": (of_bytes(lambda data: data[:-1]), f"{A}: .*SHORTER"),
-    "one more": (of_bytes(lambda data: data + b"x"), f"{A}: is LONGER bytes long, but its tensors end at byte SIZE"),
+    "one more": (of_bytes(lambda data: data + b"x"), f"{A}: has 1 bytes behind its tensors, which end at byte SIZE"),
     "2^63": (with_length(1 << 63), "header length is 9223372036854775808; expected at most 100000000"),
     "above the limit": (with_length(100_000_001), "header length is 100000001; expected at most 100000000"),
     "limit": (with_length(100_000_000), "header length is 100000000, but the file is SIZE bytes long"),

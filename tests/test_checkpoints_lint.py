@@ -15,7 +15,7 @@ from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoin
 from jnvfp4.checkpoints._files.errors import CheckpointError
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
 from jnvfp4.checkpoints._layouts.stored import layout_of, open_stored
-from jnvfp4.checkpoints._layouts.unsupported import has_fp8_kv_cache
+from jnvfp4.checkpoints._layouts.unsupported import kv_cache
 from jnvfp4.checkpoints.rules import RULES
 from jnvfp4.cli import main
 
@@ -138,6 +138,23 @@ def padded(module=f"{ATTENTION}.k_proj", swizzle=False, as_bytes=False, flat=Fal
     return put("scales", change, module)
 
 
+def experts_of(b: Broken) -> list[str]:
+    """The experts' modules, whose 128x8 block scales are whole tiles."""
+    return [f"{MOE}.experts.{e}.{role}_proj" for e in range(3) for role in ("gate", "up", "down")]
+
+
+def unmarked(b: Broken, module: str) -> None:
+    """Rows of different sizes, as models have, in the order of tiles."""
+    rows = np.exp(np.random.default_rng(0).normal(0, 0.5, (128, 1)))
+    put("scales", lambda x: tiled((rows * np.ones(x.shape)).astype(E4M3), True).view(E4M3), module)(b)
+
+
+def blocks_of_32(b: Broken, module: str) -> None:
+    put("scales", lambda x: x[:, ::2], module)(b)
+    for section in (b.quantization, b.hf_quant["quantization"]):
+        section["group_size"] = 32
+
+
 def moved(module, to):
     """The parts of a quantized weight, as those of another module, whose 16-bit weight they replace."""
 
@@ -148,7 +165,7 @@ def moved(module, to):
             b.quantization["ignore"],
             *([b.hf_quant["quantization"]["exclude_modules"]] if b.hf_quant else []),
         ]:
-            listed.remove(to)
+            listed[:] = [name for name in listed if name != to]
 
     return broken
 
@@ -218,10 +235,13 @@ BROKEN = [
     ("input-scale-zero", "subnormal", value("activation", 1e-39), (MODELOPT,), True),
     ("input-scale-zero", "o_proj", value("activation", 0, f"{ATTENTION}.o_proj"), ANY, False),
     ("input-scale-one", "an expert", value("activation", 1), ANY, True),
+    ("input-scale-one", "all experts", both(*(value("activation", 1, f"{MOE}.experts.{e}.{r}_proj") for e in range(3)
+                                              for r in ("gate", "up", "down"))), ANY, False),
     ("input-scale-one", "o_proj", value("activation", 1, f"{ATTENTION}.o_proj"), ANY, False),
     ("fused-globals", "up", scaled(1.5), ANY, True),
     ("fused-globals", "up, smaller", scaled(0.4), ANY, True),
     ("fused-globals", "q", scaled(1.5, f"{ATTENTION}.q_proj"), ANY, True),
+    ("fused-globals", "too far apart to be rounded again", scaled(1 / 100), ANY, False),
     ("fused-globals", "k", scaled(1.01, f"{ATTENTION}.k_proj"), ANY, True),
     *(("bad-globals", str(x), value("global_scale", x, DOWN), ANY, False) for x in (0, np.nan, np.inf, -1)),
     ("bad-globals", "KV", both(kv, entry("kv_cache_scheme", {"num_bits": 8, "type": "float"}),
@@ -234,7 +254,11 @@ BROKEN = [
     ("padded-scales", "swizzled, whole tiles of rows", padded(f"{ATTENTION}.q_proj", swizzle=True), ANY, True),
     ("padded-scales", "swizzled bytes", padded(swizzle=True, as_bytes=True, flat=True), ANY, True),
     ("padded-scales", "swizzled bytes of whole tiles", padded(UP, swizzle=True, as_bytes=True, flat=True), ANY, True),
+    ("padded-scales", "unmarked tiles", lambda b: [unmarked(b, m) for m in list(experts_of(b))], ANY, False),
     ("padded-scales", "one axis of whole tiles", padded(UP, flat=True), ANY, False),
+    ("parts", "blocks of 32", lambda b: [blocks_of_32(b, m) for m in experts_of(b)], (MODELOPT,), False),
+    ("parts", "blocks of 32, and a group size", both(lambda b: blocks_of_32(b, UP), entry("group_size", 32, HF_QUANT)),
+     (MODELOPT,), False),
     ("parts", "no scales", without("scales"), ANY, False),
     ("parts", "no global", without("global_scale"), ANY, False),
     ("parts", "half", put("scales", lambda x: x[:, :4], UP), ANY, False),
@@ -245,7 +269,8 @@ BROKEN = [
     ("experts-differ", "dtype", in_16_bits, (CT,), False),
     ("experts-differ", "missing", lambda b: [without(p, DOWN)(b) for p in b.layout.parts(DOWN)._fields], ANY, False),
     ("quantized-router", "", moved(UP, ROUTER), ANY, False),
-    ("quantized-head", "", moved(UP, HEAD), ANY, False),
+    ("quantized-head", "lm_head", moved(UP, HEAD), ANY, False),
+    ("quantized-head", "embedding", moved(UP, "model.embed_tokens"), ANY, False),
     ("ranks", "", short_k, ANY, False),
     ("kv-scales", "", kv, ANY, True),
     ("kv-scales", "rotations", both(kv, entry("transform_config", {"a": 1})), ANY, False),
@@ -296,8 +321,9 @@ def test_a_broken_checkpoint_is_found_and_fixed(tmp_path, sound, capsys, layout,
     found = [f for f in lint(path) if f not in notes]
     assert {f.rule for f in found} == {rule}
     assert {f.fixable for f in found} == {fixable}
-    assert {f.note for f in found} == {rule == "ranks"}
-    code = 0 if rule == "ranks" else 1
+    note = rule == "ranks" or name in ("lm_head", "all experts")
+    assert {f.note for f in found} == {note}
+    code = 0 if note else 1
     assert main(["lint", str(path)]) == code
     text = capsys.readouterr().out
     assert all(words in text for words in (rule, RULES[rule].breaks, RULES[rule].do, found[0].where))
@@ -642,7 +668,7 @@ def test_scales_of_a_cache_in_another_format_are_no_finding(tmp_path, sound):
     both(kv, entry("kv_cache_quant_algo", "NVFP4", HF_QUANT))(b)
     path = b.write(tmp_path / "kv")
     assert lint(path) == []
-    assert not has_fp8_kv_cache(open_source(path))
+    assert kv_cache(open_source(path)) == "NVFP4"
 
 
 def test_layout_te_has_nothing_to_fix(tmp_path):
@@ -724,7 +750,7 @@ def test_block_scales_are_read_by_slices(tmp_path, sound, monkeypatch):
     block_scale(0x7F)(b)
     names.clear()
     assert [f.found for f in lint(b.write(tmp_path / "broken"))] == ["has 1 NaN of 1024"]
-    assert names.count(b.part(UP, "scales")) == 8
+    assert names.count(b.part(UP, "scales")) == 8 + 1  # once for the order
     assert not [n for n in names if not re.search("scale", n)]
 
 

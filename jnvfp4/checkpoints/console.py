@@ -14,6 +14,7 @@ from typing import TextIO
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
 from ._files.safetensors import JSON
+from ._layouts.loaders import VERSIONS
 from ._layouts.names import module_of, split_role
 from .compare import Difference
 from .convert import Result
@@ -220,7 +221,10 @@ def findings_table(found: Sequence[Finding], done: Mapping[str, str], output: Pa
         lines += [f"  breaks: {rule.breaks}", f"  do: {rule.do}"]
     count, fixable = sum(not f.note for f in found), sum(f.fixable for f in found)
     what = f"findings: {count}, of which --fix mends {fixable}" if count else "no finding"
-    return "\n".join([*lines, "", what]).lstrip("\n")
+    read = (
+        ["", f"loaders as of {', '.join(f'{name} {version}' for name, version in VERSIONS.items())}"] if found else []
+    )
+    return "\n".join([*lines, *read, "", what]).lstrip("\n")
 
 
 def _some(lines: list[str]) -> list[str]:

@@ -163,9 +163,10 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
 
 # ---------------------------------------------------------------- quantized sources
 def decoded(source: Source, form: Literal["fp8", "mxfp4"]) -> Source:
-    """Shows FP8 weights in their dtype of origin, or MXFP4 stacks in bfloat16, in a model that is not quantized."""
-    tag = dtype_of_origin(source)
-    views = [w.view(tag) for w in fp8_weights(source)] if form == "fp8" else [*mxfp4_views(source)]
+    """Shows FP8 weights in their dtype of origin, with MXFP4 in bfloat16 or alone, in a model that is not quantized."""
+    views, tag = [*mxfp4_views(source)] if form == "mxfp4" else [], dtype_of_origin(source)
+    if views or form == "fp8":
+        views += (w.view(tag) for w in fp8_weights(source))
     if not views:
         return source
     config = None if source.config is None else without_quantization(source.config)

@@ -92,8 +92,10 @@ class Source:
 
     def rows(self, name: str) -> np.ndarray | Rows:
         """Returns a tensor whose rows are read or computed when they are used."""
+        if name in self.views:
+            return self.array(name)
         entry = self.entry(name)
-        return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
+        return Rows(entry.array_shape, entry.dtype, partial(self.read, name))
 
     def with_views(self, views: Iterable[View]) -> "Source":
         """Shows views in place of the tensors that they are made of."""

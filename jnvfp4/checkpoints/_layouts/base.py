@@ -33,11 +33,14 @@ class Parts(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """Says what a config is made for; only a layout that stores amaxes has the entries ``spec``."""
+    """Says what a config is made for; only a layout that stores amaxes has the entries ``spec``.
+
+    ``kv_cache`` is a name of Model Optimizer for the format, or "".
+    """
 
     ignore: list[str]
     weight_only: bool
-    fp8_kv_cache: bool = False
+    kv_cache: str = ""
     spec: Mapping[str, object] = {}
 
 
@@ -170,7 +173,7 @@ class Layout(ABC):
 
     def is_named_by(self, config: JSON) -> bool:
         """Tells whether a ``quantization_config`` says that weights are stored so."""
-        named = all(config.get(key) in known for key, known in self.nvfp4.items())
+        named = all(str(config.get(key)).upper() in map(str.upper, known) for key, known in self.nvfp4.items())
         return named and config.get("quant_method") == self.quant_method
 
     def weight_only(self, algorithms: set[str], groups: Sequence[JSON]) -> bool | None:

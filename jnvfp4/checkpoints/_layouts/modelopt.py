@@ -7,13 +7,15 @@ from .base import Layout, Parts, Quantization
 from .loaders import Loader, by_prefix, by_substring, by_wildcards, fused_entries, layer_entries
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # with activations in FP4, or in high precision
+W4A8 = "W4A8_NVFP4_FP8"  # activations in FP8: their scale is amax / 448
 
 
 class _ModelOpt(Layout):
     def config(self, q: Quantization) -> JSON:
         numbers = {"num_bits": 4, "type": "float", "group_size": BLOCK, "dynamic": False}
         inputs = {} if q.weight_only else {"input_activations": numbers}
-        cache = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}} if q.fp8_kv_cache else {}
+        fp8 = {"num_bits": 8, "type": "float", "dynamic": False}
+        cache = {"kv_cache_scheme": fp8 if q.kv_cache == "FP8" else q.kv_cache} if q.kv_cache else {}
         return {
             "quant_method": "modelopt",
             "quant_algo": ALGORITHMS[q.weight_only],
@@ -28,7 +30,7 @@ class _ModelOpt(Layout):
             "producer": {"name": "jnvfp4", "version": __version__},
             "quantization": {
                 "quant_algo": ALGORITHMS[q.weight_only],
-                "kv_cache_quant_algo": "FP8" if q.fp8_kv_cache else None,
+                "kv_cache_quant_algo": q.kv_cache or None,
                 "group_size": BLOCK,
                 "exclude_modules": q.ignore,
             },

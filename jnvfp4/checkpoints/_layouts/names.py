@@ -10,6 +10,7 @@ from dataclasses import dataclass
 WEIGHT = ".weight"
 _STACK = re.compile(r"(?:^|\.)experts\.(?:gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)$")
 _EXPERT = re.compile(r"((?:.*\.)?experts)\.(\d+)((?:\..*)?)")
+KV_BIAS = re.compile(r"(?:.*\.)?([kv])_proj\.\1_bias")  # what an affine KV cache of Model Optimizer adds
 KV_SCALE = re.compile(r"((?:.*?\.)?)(?:[kv]_proj\.)?([kv])_scale")  # what it is in, and k or v
 
 # Projections that a loader fuses, by the ends of the modules' names. Every map of vLLM and SGLang (packed modules,
@@ -156,8 +157,8 @@ def without_numbers(module: str) -> str:
 
 
 def is_kv_scale(name: str) -> bool:
-    """Tells whether a tensor is a scale of the KV cache, which is a decode scale in every layout."""
-    return KV_SCALE.fullmatch(name) is not None
+    """Tells whether a tensor is a scale of the KV cache, which is a decode scale in every layout, or a bias of it."""
+    return KV_SCALE.fullmatch(name) is not None or KV_BIAS.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
