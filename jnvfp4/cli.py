@@ -25,6 +25,7 @@ from .checkpoints._files.errors import CheckpointError, CommandError, Exit, Opti
 from .checkpoints._files.files import RECORD, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
+from .checkpoints._layouts.loaders import TITLES
 from .checkpoints.compare import diff, inspect
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.fix import fix_checkpoint
@@ -149,6 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
+    text = "also compare the weights that this loader multiplies by, with the scales that it merges"
+    p.add_argument("--as", dest="loader", choices=TITLES, help=text)
+    text = "with --as: read no codes and nothing of SOURCE, and find only what the loader changes"
+    p.add_argument("--scales-only", action="store_true", help=text)
     text = "write another layout, with the same codes and block scales"
     paths = {"source": "the checkpoint", "output": _OUTPUT}
     p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors", **paths)
@@ -351,7 +356,9 @@ def _inspect(a: argparse.Namespace) -> Exit:
 def _verify(a: argparse.Namespace) -> Exit:
     failure: VerificationError | None = None
     try:
-        records = verify_checkpoint(a.source, a.output, a.max_rel_error, a.expert_layout)
+        records = verify_checkpoint(
+            a.source, a.output, a.max_rel_error, a.expert_layout, loader=a.loader, scales_only=a.scales_only
+        )
     except VerificationError as e:
         records, failure = e.records, e
     failures = [str(f) for f in failure.failures] if failure else []

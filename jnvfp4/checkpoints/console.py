@@ -140,12 +140,19 @@ def _warnings(description: JSON) -> list[str]:
 
 def records_table(records: Sequence[Record]) -> str:
     """Formats what a verification measured, one line per quantized weight."""
-    rows = (
+    header: tuple[str, ...] = ("weight", "relative error", "SNR, dB", "largest error", "codes 6, -6", "codes 0")
+    rows = [
         (r.name, f"{e.relative_error:.4f}", "" if e.snr_db is None else f"{e.snr_db:.1f}", f"{e.max_abs_error:.3g}",
          f"{e.largest_code_share:.4f}", f"{e.zero_code_share:.4f}")
         for r in records if (e := r.error)
-    )  # fmt: skip
-    return table(("weight", "relative error", "SNR, dB", "largest error", "codes 6, -6", "codes 0"), rows)
+    ]  # fmt: skip
+    loaded = [r for r in records if r.reason or r.error_as_loaded is not None]
+    if not loaded:
+        return table(header, rows)
+    header, errors = (header[0], "as stored", "as loaded", "reason"), {row[0]: row[1] for row in rows}
+    as_loaded = ("not loaded" if r.error_as_loaded is None else f"{r.error_as_loaded:.4f}" for r in loaded)
+    lines = ((r.name, errors.get(r.name, ""), e, r.reason) for r, e in zip(loaded, as_loaded, strict=True))
+    return table(header, lines)
 
 
 def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:

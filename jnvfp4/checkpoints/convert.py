@@ -20,6 +20,9 @@ from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import RECORD, check_free_space, checked_path, locked, remove_temporaries, unfinished, write_json
 from ._files.safetensors import VERSION, File
 from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, open_source
+from ._layouts.loaded import loaded_otherwise
+from ._layouts.loaders import TITLES, VERSIONS
+from ._layouts.survey import survey
 
 _RECIPE = "recipe"  # in the metadata of converted shards alone
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
@@ -110,7 +113,7 @@ def convert_checkpoint(
                     write_json(output / name, value)
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
-    warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied
+    warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied + _read_otherwise(output)
     return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, inexact, warnings)
 
 
@@ -154,6 +157,18 @@ def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
         for module, amax in amaxes.items()
         if 0 < amax.max() < TINY_AMAX
     )
+
+
+def _read_otherwise(output: Path) -> tuple[str, ...]:
+    """Warns of the weights that loaders of the output read otherwise than they are stored."""
+    s = survey(open_source(output))
+    warnings = []
+    for name, title in TITLES.items():
+        if title in s.layout.loaders and (found := loaded_otherwise(s, name)):
+            module, first = next(iter(found.items()))
+            what = f"{title} {VERSIONS[name]} reads {len(found)} modules otherwise than they are stored"
+            warnings.append(f"{what}: {module} {first.reason}")
+    return tuple(warnings)
 
 
 # ---------------------------------------------------------------- files

@@ -17,7 +17,7 @@ from ._convert.views import has_blocks_along_n
 from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.forms import values_of
-from ._layouts.loaders import VERSIONS, Reading, fused_module
+from ._layouts.loaders import VERSIONS, Reading, listed
 from ._layouts.names import (
     is_embedding,
     is_head,
@@ -369,23 +369,18 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers:
             is_router(module) is routers
             and not is_other(module)
             and _targeted(reads, targets, module)
-            and not _listed(reads, entries, module)
+            and not listed(reads, entries, module)
         ):
             yield f"does not list {module}, which is not quantized: {loader} would quantize it{unless}"
     for module in () if routers else s.items:
         for loader, reads in readings.items():
-            if entry := _listed(reads, entries, module):
+            if entry := listed(reads, entries, module):
                 yield f"lists {entry!r}, but {module} is quantized: {loader} would leave it as it is"
                 break
 
 
-def _listed(reads: Reading, entries: Iterable[str], module: str) -> str | None:
-    fused = fused_module(module)
-    return next((e for e in entries if reads(e, module) or reads(e, fused)), None)
-
-
 def _targeted(reads: Reading, targets: list[str], module: str) -> bool:
-    return not targets or "Linear" in targets or _listed(reads, targets, module) is not None
+    return not targets or "Linear" in targets or listed(reads, targets, module) is not None
 
 
 def _kv(s: Survey) -> Iterator[Found]:

@@ -197,10 +197,11 @@ class Layout(ABC):
         """
         listed = {*kept} | {"lm_head"} - {*quantized} or {"lm_head"}
         entries = sorted(self.ignore_entries(listed, {*quantized}))
-        for name, loader in self.loaders.items():
+        readings = {loader[:2]: name for name, loader in reversed(self.loaders.items())}  # each once
+        for (reads, asks_fused), name in reversed(readings.items()):
             for module, wanted in [*((m, True) for m in kept), *((m, False) for m in quantized)]:
-                asked = fused_module(module) if loader.asks_fused else module
-                entry = next((e for e in entries if loader.reads(e, asked)), None)
+                asked = fused_module(module) if asks_fused else module
+                entry = next((e for e in entries if reads(e, asked)), None)
                 if (entry is not None) == wanted:
                     continue
                 does = "would quantize it" if wanted else f"would keep it because of {entry!r}"

@@ -74,6 +74,10 @@ COMPRESSED_TENSORS = _CompressedTensors(
     stacks=False,
     quant_method="compressed-tensors",
     nvfp4={"format": (PACKED,)},
-    loaders={"compressed-tensors": Loader(by_expression)},
+    loaders={
+        "compressed-tensors": Loader(by_expression),
+        "vLLM": Loader(by_expression, lints=False, linear="smallest", experts="first"),
+        "SGLang": Loader(by_expression, lints=False, linear="smallest", experts="first", equal_if_weight_only=True),
+    },
     targets=by_expression,
 )

@@ -4,8 +4,9 @@ from ..._version import __version__
 from ...spec import BLOCK
 from .._files.safetensors import JSON
 from .base import Layout, Parts, Quantization
-from .loaders import Loader, by_prefix, by_substring, by_wildcards, fused_entries, layer_entries
+from .loaders import Loader, by_ancestors, by_parts, by_prefix, by_substring, fused_entries, layer_entries
 
+MIXED = "MIXED_PRECISION"
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # with activations in FP4, or in high precision
 W4A8 = "W4A8_NVFP4_FP8"  # activations in FP8: their scale is amax / 448
 
@@ -55,7 +56,8 @@ MODELOPT = _ModelOpt(
     hf_quant_keys=("quant_algo", "group_size", "kv_cache_quant_algo", "exclude_modules"),
     loaders={
         "miles": Loader(by_prefix, lints=False),
-        "vLLM": Loader(by_substring, asks_fused=True),
-        "SGLang": Loader(by_wildcards, asks_fused=True),
+        "vLLM": Loader(by_substring, asks_fused=True, linear="largest", experts="first"),
+        "SGLang": Loader(by_parts, asks_fused=True, linear="largest", experts="first"),
+        "TensorRT-LLM": Loader(by_ancestors),
     },
 )

@@ -13,7 +13,7 @@ from .._files.safetensors import BITS, JSON
 from .._files.source import CONFIG, HF_QUANT, Source, read_hf_quant
 from .compressed_tensors import KV_CACHES
 from .layouts import nvfp4_values
-from .modelopt import W4A8
+from .modelopt import MIXED, W4A8
 
 _HINT = "export the model again with NVFP4 and FP8 alone, or read it with the software that wrote it"
 # By the bits of a group's weights: the values of its entries, in compressed-tensors and in what Model Optimizer makes
@@ -29,7 +29,7 @@ _GROUPS: Mapping[int, Mapping[str, tuple[object, ...]]] = {
 }
 # The values of entries that say how tensors are stored, wherever they are in a config, in any case. null is known too.
 _KNOWN: Mapping[str, tuple[object, ...]] = {
-    "quant_algo": (*nvfp4_values("quant_algo"), W4A8, "NVFP4_AWQ", "MIXED_PRECISION"),
+    "quant_algo": (*nvfp4_values("quant_algo"), W4A8, "NVFP4_AWQ", MIXED),
     "num_bits": (4, 8),
     "type": ("float",),
     "strategy": tuple(s for known in _GROUPS.values() for s in (*known["strategy"], *known["input_strategy"])),
