@@ -330,7 +330,7 @@ def _check_headers(source: Source, stored: Stored, module: str) -> Record:
 def _as_loaded(record: Record, found: Loaded | None, source: Source, stored: Stored) -> Record:
     """Adds the error of the weight that a loader multiplies by."""
     own = record.error.relative_error if record.error else None if record.sha256 else 0.0
-    if found is None or found.global_scale is None:
+    if found is None or found.global_scale is None or (found.in_rows and record.error is None):
         return replace(record, error_as_loaded=None if found else own, reason=found.reason if found else "")
     module = module_of(record.name) if record.name not in stored.stacks else record.name
     weight = stored.weight(module)

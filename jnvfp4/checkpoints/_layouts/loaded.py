@@ -83,9 +83,6 @@ def _global(items: list[Item], chosen: np.ndarray, item: Item) -> np.ndarray:
 
 
 def _in_other_forms(s: Survey, name: LoaderName) -> Iterator[tuple[str, Loaded]]:
-    for item in s.items.values():
-        if item.lie != "plain":
-            yield item.module, Loaded(f"block scales are {item.lie}")
     for module, form in s.other_forms.items():
         if form == "blocks of 32":
             yield module, Loaded("has blocks of 32, and kernels have blocks of 16")
