@@ -149,9 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4", **paths)
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
+    text = f"also compare the weights that a loader multiplies by: {', '.join(TITLES)}"
+    p.add_argument("--as", dest="loader", choices=TITLES, metavar="LOADER", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
-    text = "also compare the weights that this loader multiplies by, with the scales that it merges"
-    p.add_argument("--as", dest="loader", choices=TITLES, help=text)
     text = "with --as: read no codes and nothing of SOURCE, and find only what the loader changes"
     p.add_argument("--scales-only", action="store_true", help=text)
     text = "write another layout, with the same codes and block scales"

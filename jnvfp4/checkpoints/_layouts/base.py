@@ -197,8 +197,8 @@ class Layout(ABC):
         """
         listed = {*kept} | {"lm_head"} - {*quantized} or {"lm_head"}
         entries = sorted(self.ignore_entries(listed, {*quantized}))
-        readings = {loader[:2]: name for name, loader in reversed(self.loaders.items())}  # each once
-        for (reads, asks_fused), name in reversed(readings.items()):
+        readings = {loader[:2]: name for name, loader in reversed([*self.loaders.items()])}  # each once
+        for (reads, asks_fused), name in reversed([*readings.items()]):
             for module, wanted in [*((m, True) for m in kept), *((m, False) for m in quantized)]:
                 asked = fused_module(module) if asks_fused else module
                 entry = next((e for e in entries if reads(e, asked)), None)

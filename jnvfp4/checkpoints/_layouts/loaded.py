@@ -101,7 +101,9 @@ def _by_configs(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tuple[s
         return
     section = next((c for c in sections if "ignore" in c or "exclude_modules" in c), sections[0])
     entries = [e for e in section.get("ignore", section.get("exclude_modules")) or () if isinstance(e, str)]
-    targets = [t for found in values_of(section, "targets") for t in found or () if isinstance(t, str)]
+    targets = [
+        t for found in values_of(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
+    ]
     mixed = MIXED in s.algorithms
 
     @cache

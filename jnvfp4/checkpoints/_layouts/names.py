@@ -37,6 +37,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("wkv", "wgate"),
     ("wk", "weights_proj"),
     ("wq_du", "wk_dv", "wv_dv", "wr_du"),
+    ("b_proj", "f_a_proj", "g_a_proj"),
     ("f_b_proj", "g_b_proj"),
     ("index_q_proj", "index_k_proj", "index_v_proj"),
     ("input_mix_weight_down", "block_inject_weight"),
@@ -186,12 +187,14 @@ def groups_of(
       k: gives K of a module. Loaders do not fuse weights of different K, whatever their names; q, k, v and gate, up
         are a group all the same, since such a model is damaged.
     """
-    patterns = [re.compile(p.removeprefix("re:")) for p in share]
+    modules, patterns = {*modules}, [re.compile(p.removeprefix("re:")) for p in share]
     group: dict[str, list[str]] = {}  # by module; all members of a group have the same list object
     first: dict[tuple[object, ...], str] = {}  # the first module with each key; modules with a common key share
     for module in sorted(modules):
         group[module] = [module]
-        for key in _keys(module, patterns, k(module)):
+        rows = ((parent, row) for parent, row in fused_rows(module) if _applies(parent, row, modules))
+        keys = [(parent, row, None if row in FUSED[:3] else k(module)) for parent, row in rows]
+        for key in (*keys, *_keys(module, patterns)):
             other = group[first.setdefault(key, module)]
             if other is not group[module]:
                 other += group[module]
@@ -199,9 +202,12 @@ def groups_of(
     return [_group(members) for members in {id(g): g for g in group.values()}.values()]
 
 
-def _keys(module: str, patterns: Iterable[re.Pattern[str]], k: int | None) -> Iterator[tuple[object, ...]]:
-    for parent, row in fused_rows(module):
-        yield parent, row, None if row in FUSED[:3] else k
+def _applies(parent: str, row: tuple[str, ...], modules: set[str]) -> bool:
+    """Tells whether a row is about a model: those that add to q, k and v are where q is."""
+    return row[:3] != _QKV or row == _QKV or f"{parent}{row[0]}" in modules
+
+
+def _keys(module: str, patterns: Iterable[re.Pattern[str]]) -> Iterator[tuple[object, ...]]:
     for i, pattern in enumerate(patterns):
         if (match := pattern.fullmatch(module)) and match[1] is not None:
             yield match[1], i
