@@ -411,6 +411,21 @@ def blocks_of_32(*_):
     return {**parts, "weight_scale": halved}, values, "{}"
 
 
+def test_marked_mxfp8_is_a_source_of_conversions(tmp_path):
+    """Whole tiles have the shape of rows."""
+    codes, exponents = array(128, 128).astype(E4M3), e8m0(128, 4)
+    mark = np.frombuffer(b'{"format": "mxfp8"}', np.uint8)
+    parts = {"weight": codes, "weight_scale": in_tiles(exponents), "comfy_quant": mark}
+    path = other_form(tmp_path / "in", parts, "{}")
+    options = ConvertOptions(dequantize_input="fp8", targets=(BLOCK,))
+    convert_checkpoint(path, tmp_path / "out", options)
+    assert verify_checkpoint(path, tmp_path / "out")[-1].error.relative_error < 0.12
+    want = {f"{BLOCK}.weight": e8m0_values(codes, exponents, (1, 32)).astype(BF16)}
+    convert_checkpoint(model_of(tmp_path / "bf16", want), tmp_path / "want", replace(options, dequantize_input="none"))
+    (got, want) = (open_source(tmp_path / n) for n in ("out", "want"))
+    assert all(got.array(n).tobytes() == want.array(n).tobytes() for n in want.places)
+
+
 BLOCK = "model.diffusion_model.blocks.0.attn1.to_q"
 OTHER_FORMS = {
     "a mark": (lambda: comfy({"format": "nvfp4"}), {}),

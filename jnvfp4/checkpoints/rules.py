@@ -236,9 +236,11 @@ def _padded(s: Survey) -> Iterator[Found]:
         text = f"is in ComfyUI's order of tiles, with swapped codes, as {len(marked)} weights are: repack changes it"
         yield marked[0], text, False, True
     tiles, clear = s.in_tiles
-    if 2 * tiles > clear:
-        text = f"seems to be in the order of tiles, without a mark, as {tiles} of {clear} weights do: "
-        yield "block scales", text + "read as rows, about 100 % of the values are wrong", False
+    if 2 * len(tiles) > clear:
+        text = (
+            f"seems to be in the order of tiles, as {len(tiles)} of {clear}: rows and columns then explain over twice "
+        )
+        yield tiles[0], text + "the variance; read as rows, the error is about 100 %", False
 
 
 def _parts(s: Survey) -> Iterator[Found]:

@@ -127,8 +127,8 @@ class Survey:
         return out | {i.module: "tiles" for i in items if i.parts.codes in views}
 
     @cached_property
-    def in_tiles(self) -> tuple[int, int]:
-        """How many of at most 64 weights have block scales that look like tiles, of how many whose order shows.
+    def in_tiles(self) -> tuple[list[str], int]:
+        """The block scales of at most 64 weights that look like tiles, and of how many the order shows.
 
         Rows and columns of a weight differ in size, so in the right order they explain more of the variance of its
         scales. In another order they explain less than half of that.
@@ -137,13 +137,14 @@ class Survey:
             i for i in self.items.values() if i.scales is not None and i.lie == "plain" and len(i.scales.shape) == 2
         )
         fitting = [i.parts.scales for i in whole if i.scales and padded_shape(*i.scales.shape) == i.scales.shape]
-        found = []
+        found, clear = [], 0
         for name in fitting[:64] if not self.other_forms else ():
             x = self.source.read(name, slice(0, 4 * TILE[0])).view(np.uint8)
             (rows, noise), (tiles, noise_of_tiles) = map(_explained, (x, unswizzled(x, *x.shape)))
             if max(rows / noise, tiles / noise_of_tiles) > 0.1:
-                found.append(tiles > 2 * rows)
-        return sum(found), len(found)
+                clear += 1
+                found += [name] if tiles > 2 * rows else []
+        return found, clear
 
     @cached_property
     def unquantized(self) -> list[str]:
