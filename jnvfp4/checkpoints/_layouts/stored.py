@@ -157,7 +157,7 @@ class Stored:
         return scale / np.float32(6) if self.in_fp8(module) else scale  # amax / 448, and not amax / 2688
 
     @cached_property
-    def _algorithms(self) -> tuple[dict[str, object], set[object]]:
+    def _algorithms(self) -> tuple[dict[str, object], list[object]]:
         return algorithms_in(self.source)
 
     def algorithm(self, module: str) -> object:

@@ -89,12 +89,12 @@ def in_capitals(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
 
-def algorithms_in(source: Source) -> tuple[dict[str, object], set[object]]:
+def algorithms_in(source: Source) -> tuple[dict[str, object], list[object]]:
     """Gives the algorithms that configs of mixed formats name for modules and all below them, and those for all."""
     sections = [s for _, _, s in _sections(source) if isinstance(s, dict)]
     layers = (item for s in sections for item in _object(s.get(_LAYERS)).items())
     of = {n.rstrip("*").rstrip("."): in_capitals(v.get("quant_algo")) for n, v in layers if isinstance(v, dict)}
-    return of, {in_capitals(s.get("quant_algo")) for s in sections} - {None}
+    return of, [in_capitals(s.get("quant_algo")) for s in sections]
 
 
 def _object(value: object) -> JSON:
