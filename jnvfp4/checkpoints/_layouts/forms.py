@@ -34,7 +34,8 @@ def in_layout_form(source: Source, layout: Layout, modules: Iterable[str], stack
       CheckpointError: a mark has an unknown format, or numbers that a loader would take for one differ.
     """
     source = without_marks(source)
-    entries, views, blocks_of_32 = source.places, list[View](), 32 in group_sizes(source)
+    entries, views, sections = source.places, list[View](), (*source.configs, read_hf_quant(source))
+    blocks_of_32 = any(size == 32 for section in sections for size in values_of(section, "group_size"))
     for module in modules:
         parts = layout.parts(module, module in stacks)
         if blocks_of_32 and {parts.codes, parts.scales} <= entries.keys():
@@ -44,12 +45,6 @@ def in_layout_form(source: Source, layout: Layout, modules: Iterable[str], stack
             if name is not None and name in entries:
                 views += _one_number(source, source.entry(name), module in stacks, merge)
     return source.with_views(views)
-
-
-def group_sizes(source: Source) -> set[int]:
-    """Gives all numbers that are ``group_size`` in the configs."""
-    sections = (*source.configs, read_hf_quant(source))
-    return {v for section in sections for v in values_of(section, "group_size") if isinstance(v, int)}
 
 
 def values_of(section: object, key: str) -> Iterator[object]:
@@ -112,11 +107,7 @@ def _in_rows(source: Source, module: str, block: int) -> Iterator[View]:
     tensor = Planned(scales, stored.tag, shape)
     yield _view(source, tensor, (scales,), lambda rows: unswizzled(source.read(scales), *shape)[rows])
     if block == 16:
-        yield _view(source, codes, (name,), lambda rows: _swapped(source.read(name, rows)))
-
-
-def _swapped(codes: np.ndarray) -> np.ndarray:
-    return codes << 4 | codes >> 4
+        yield _view(source, codes, (name,), lambda rows: (x := source.read(name, rows)) << 4 | x >> 4)
 
 
 def padded_shape(n: int, k: int) -> tuple[int, int]:
