@@ -248,7 +248,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add, option = group("other models", "MODEL OUTPUT --experts per-expert")
     option("experts", "leave experts as they are, give each its own tensors, or put all in one")
     option("expert_layout", _EXPERT_LAYOUT)
-    option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks) or MXFP4 (gpt-oss)")
+    option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks, MXFP8), or also MXFP4")
 
     add, option = group("speed", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")

@@ -411,6 +411,21 @@ def blocks_of_32(*_):
     return {**parts, "weight_scale": halved}, values, "{}"
 
 
+def test_marked_mxfp8_is_a_source_of_conversions(tmp_path):
+    """Whole tiles have the shape of rows."""
+    codes, exponents = array(128, 128).astype(E4M3), e8m0(128, 4)
+    mark = np.frombuffer(b'{"format": "mxfp8"}', np.uint8)
+    parts = {"weight": codes, "weight_scale": in_tiles(exponents), "comfy_quant": mark}
+    path = other_form(tmp_path / "in", parts, "{}")
+    options = ConvertOptions(dequantize_input="fp8", targets=(BLOCK,))
+    convert_checkpoint(path, tmp_path / "out", options)
+    assert verify_checkpoint(path, tmp_path / "out")[-1].error.relative_error < 0.12
+    want = {f"{BLOCK}.weight": e8m0_values(codes, exponents, (1, 32)).astype(BF16)}
+    convert_checkpoint(model_of(tmp_path / "bf16", want), tmp_path / "want", replace(options, dequantize_input="none"))
+    (got, want) = (open_source(tmp_path / n) for n in ("out", "want"))
+    assert all(got.array(n).tobytes() == want.array(n).tobytes() for n in want.places)
+
+
 BLOCK = "model.diffusion_model.blocks.0.attn1.to_q"
 OTHER_FORMS = {
     "a mark": (lambda: comfy({"format": "nvfp4"}), {}),
@@ -642,7 +657,7 @@ def test_activations_in_fp8_have_another_scale(tmp_path):
         np.testing.assert_array_equal(open_source(tmp_path / f"plain{i}").array(f"{EXPERT}.weight"), values)
 
 
-OTHER_CACHES = {"NVFP4": "NVFP4", "nvfp4_affine": "NVFP4_AFFINE", "INT8": "INT8", "dict": "NVFP4"}
+OTHER_CACHES = {"NVFP4": "NVFP4", "nvfp4_affine": "NVFP4_AFFINE", "INT8": "INT8", "dict": "NVFP4", "unknown": None}
 
 
 @pytest.mark.parametrize("claim", OTHER_CACHES)
@@ -650,20 +665,24 @@ def test_a_cache_in_another_format_changes_no_weight(tmp_path, claim):
     expert, values = nvfp4("modelopt")
     scales = {f"{ATTENTION}.{p}_proj.{p}_{part}": np.float32(0.5 if part == "scale" else -0.5) for p in "kv"
               for part in ("scale", "bias")}  # fmt: skip
-    scheme = {"num_bits": 4, "type": "float", "dynamic": False} if claim == "dict" else claim
+    scheme = {"dict": {"num_bits": 4, "type": "float", "dynamic": False}, "unknown": {"dynamic": True}}.get(
+        claim, claim
+    )
     config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": scheme}}
     path = model_of(tmp_path / "in", {f"{EXPERT}.{p}": x for p, x in expert.items()} | scales, config)
-    text = f"the KV cache is {OTHER_CACHES[claim]}"
+    text = f"the KV cache is {OTHER_CACHES[claim] or scheme}"
     with pytest.warns(UserWarning, match=text):
         checkpoint = open_checkpoint(path)
     assert checkpoint.keys() == {f"{EXPERT}.weight", *scales}
     assert text in inspect(path)["warnings"][-1]
-    repack_checkpoint(path, tmp_path / "modelopt", "modelopt")
+    told = []
+    repack_checkpoint(path, tmp_path / "modelopt", "modelopt", warn=told.append)
+    assert [t.startswith(text) for t in told] == [True] * (claim == "unknown")
     written = json.loads((tmp_path / "modelopt" / HF_QUANT).read_text())["quantization"]["kv_cache_quant_algo"]
     assert written == OTHER_CACHES[claim]
-    assert all(f.note for f in lint(tmp_path / "modelopt"))
+    assert not [f for f in lint(tmp_path / "modelopt") if not f.note and f.rule != "kv-scales"]
     assert set(scales) < set(open_source(tmp_path / "modelopt").places)
-    told = []
+    told.clear()
     repack_checkpoint(path, tmp_path / "ct", "compressed-tensors", warn=told.append)
     assert [t.startswith(text) for t in told] == [True] * (OTHER_CACHES[claim] != "NVFP4")
     with pytest.warns(UserWarning, match="4 scales of a KV cache"):

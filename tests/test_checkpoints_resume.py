@@ -56,7 +56,7 @@ def whole() -> dict[str, bytes]:
         return files_of(Path(folder) / "whole")
 
 
-def interrupt(*_, **options):
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 

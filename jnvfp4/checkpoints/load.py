@@ -159,7 +159,7 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
       source: a directory of safetensors files, or one such file.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, or has weights in formats other than NVFP4 and FP8.
+      CheckpointError: the checkpoint is damaged, or has weights in formats other than NVFP4, FP8 and MXFP8.
 
     Warns of factors of AWQ, which the caller multiplies the activations by, and of a KV cache other than FP8.
     """

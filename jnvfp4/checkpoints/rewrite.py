@@ -27,7 +27,6 @@ from ._files.files import (
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
 from ._files.source import CONFIG, Source, index_file, without_quantization
 from ._layouts.base import Layout, Parts, Quantization, decode_scale
-from ._layouts.compressed_tensors import COMPRESSED_TENSORS, KV_CACHES
 from ._layouts.layouts import LAYOUTS, LayoutName, layouts_with
 from ._layouts.loaders import linear_modules
 from ._layouts.names import is_kv_scale
@@ -69,7 +68,7 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
     if factors := next(filter(None, map(stored.pre_quant_scale, stored.modules)), None):
         hint = "`jnvfp4 dequantize` multiplies the weights by the factors, and `jnvfp4 convert` quantizes them again"
         raise CheckpointError("multiplies activations", "no factors of AWQ", tensor=factors, hint=hint)
-    if (cache := kv_cache(stored.source)) and to is COMPRESSED_TENSORS and cache not in KV_CACHES:
+    if (cache := kv_cache(stored.source)) not in ("", *to.kv_caches):
         warn(f"the KV cache is {cache}, which {to.name} has not: its scales are kept, but no config asks for it")
     if in_fp8 := sum(map(stored.in_fp8, stored.modules)):
         warn(f"the activations of {in_fp8} weights are FP8, and FP4 in the output: their scales are divided by 6")
@@ -126,7 +125,8 @@ class _Repacking:
         kept = linear_modules(map(source.entry, stored.others))
         ignore = self.to.ignore_list(kept, stored.modules)
         weight_only = all(stored.activation(m) is None for m in stored.modules)
-        return self.to.config_files(source.config, Quantization(ignore, weight_only, kv_cache(source)))
+        cache = name if (name := kv_cache(source)) in self.to.kv_caches else ""
+        return self.to.config_files(source.config, Quantization(ignore, weight_only, cache))
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)

@@ -18,15 +18,7 @@ from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.forms import values_of
 from ._layouts.loaders import VERSIONS, Reading, listed
-from ._layouts.names import (
-    is_embedding,
-    is_head,
-    is_other,
-    is_router,
-    is_stack,
-    split_expert,
-    split_role,
-)
+from ._layouts.names import is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
 from ._layouts.unsupported import kv_caches
@@ -148,13 +140,8 @@ def _activation_one(s: Survey) -> Iterator[Found]:
     experts = {i.module for i in judged if i.module in s.stored.stacks or split_expert(i.module)}
     ones = {m for m in experts if (a := s.items[m].activation_decode) is not None and (a == 1).all()}
     if is_calibrated(s) and len(experts) > 1 and ones == experts:
-        name = str(s.items[min(experts)].parts.activation)
-        yield (
-            name,
-            f"is 1.0, as in all {len(experts)} weights of experts: their activations are not calibrated",
-            False,
-            True,
-        )
+        text = f"is 1.0, as in all {len(experts)} weights of experts: they are not calibrated"
+        yield str(s.items[min(experts)].parts.activation), text, False, True
         judged = [item for item in judged if item.module not in experts]
     for item in judged if is_calibrated(s) else ():
         if (a := item.activation_decode) is not None and (a == 1).any():
@@ -236,9 +223,11 @@ def _padded(s: Survey) -> Iterator[Found]:
         text = f"is in ComfyUI's order of tiles, with swapped codes, as {len(marked)} weights are: repack changes it"
         yield marked[0], text, False, True
     tiles, clear = s.in_tiles
-    if 2 * tiles > clear:
-        text = f"seems to be in the order of tiles, without a mark, as {tiles} of {clear} weights do: "
-        yield "block scales", text + "read as rows, about 100 % of the values are wrong", False
+    if 2 * len(tiles) > clear:
+        text = (
+            f"seems to be in the order of tiles, as {len(tiles)} of {clear}: in it rows and columns explain over twice"
+        )
+        yield tiles[0], f"{text} the variance; read as rows, the error is about 100 %", False
 
 
 def _parts(s: Survey) -> Iterator[Found]:

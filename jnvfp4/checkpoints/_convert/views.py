@@ -14,6 +14,7 @@ from .._files.errors import CheckpointError, OptionError
 from .._files.files import Rows
 from .._files.safetensors import JSON, Planned
 from .._files.source import CONFIG, Source, View, without_quantization
+from .._layouts.forms import without_marks
 from .._layouts.fp8 import dtype_of_origin, fp8_weights
 from .._layouts.loaders import is_expert_stack
 from .._layouts.names import WEIGHT, is_other, module_of, split_expert, split_role
@@ -164,10 +165,11 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
 # ---------------------------------------------------------------- quantized sources
 def decoded(source: Source, form: Literal["fp8", "mxfp4"]) -> Source:
     """Shows FP8 weights in their dtype of origin, with MXFP4 in bfloat16 or alone, in a model that is not quantized."""
-    views, tag = [*mxfp4_views(source)] if form == "mxfp4" else [], dtype_of_origin(source)
+    rows, tag = without_marks(source), dtype_of_origin(source)
+    views = [*mxfp4_views(rows)] if form == "mxfp4" else []
     if views or form == "fp8":
-        views += (w.view(tag) for w in fp8_weights(source))
+        views += (w.view(tag) for w in fp8_weights(rows))
     if not views:
         return source
     config = None if source.config is None else without_quantization(source.config)
-    return replace(source.with_views(views), config=config)
+    return replace(rows.with_views(views), config=config)

@@ -56,6 +56,7 @@ class Layout(ABC):
       global_shape: the shape of a global scale that is one number.
       kv_scale: the name of a scale of the KV cache in its attention module, with ``{0}`` for k or v.
       stacks: whether the layout can store all experts in one tensor.
+      kv_caches: the KV caches that its configs can ask for, by their names in Model Optimizer.
       unscaled_kv_cache: whether its loaders have an FP8 KV cache without scales for it.
       quant_method: its name in ``quantization_config``, or the start of it.
       nvfp4: the entries of configs that say that weights are NVFP4, with their values.
@@ -73,6 +74,7 @@ class Layout(ABC):
     global_shape: Shape = (1,)
     kv_scale: str = "{0}_scale"
     stacks: bool = True
+    kv_caches: tuple[str, ...] = ()
     unscaled_kv_cache: bool = False
     quant_method: str
     nvfp4: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

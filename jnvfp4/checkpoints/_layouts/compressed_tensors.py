@@ -72,6 +72,7 @@ COMPRESSED_TENSORS = _CompressedTensors(
     suffixes=Parts(".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"),
     meaning="encode",
     stacks=False,
+    kv_caches=(*KV_CACHES,),
     quant_method="compressed-tensors",
     nvfp4={"format": (PACKED,)},
     loaders={

@@ -33,27 +33,18 @@ def in_layout_form(source: Source, layout: Layout, modules: Iterable[str], stack
     Raises:
       CheckpointError: a mark has an unknown format, or numbers that a loader would take for one differ.
     """
-    marks, entries = _marks(source), source.places
-    views = [v for module, mark in marks.items() for v in _unmarked(source, module, _MARKED[mark["format"]])]
-    seen = {v.tensor.name for v in views}
-    blocks_of_32 = 32 in group_sizes(source)
+    source = without_marks(source)
+    entries, views, sections = source.places, list[View](), (*source.configs, read_hf_quant(source))
+    blocks_of_32 = any(size == 32 for section in sections for size in values_of(section, "group_size"))
     for module in modules:
         parts = layout.parts(module, module in stacks)
-        if blocks_of_32 and parts.scales not in seen and {parts.codes, parts.scales} <= entries.keys():
+        if blocks_of_32 and {parts.codes, parts.scales} <= entries.keys():
             views += _halved(source, source.entry(parts.codes), source.entry(parts.scales))
-        for name in filter(entries.__contains__, () if layout.stores_amax else (parts.global_scale, parts.activation)):
-            if name is not None:
-                largest = np.min if layout.meaning == "encode" else np.max  # amax of activations, which loaders take
-                merge = largest if name == parts.activation else None
+        largest = np.min if layout.meaning == "encode" else np.max  # amax of activations, which loaders take
+        for name, merge in () if layout.stores_amax else ((parts.global_scale, None), (parts.activation, largest)):
+            if name is not None and name in entries:
                 views += _one_number(source, source.entry(name), module in stacks, merge)
-    source = source.with_views(views)
-    return replace(source, places={n: f for n, f in source.places.items() if not n.endswith(_MARKER)})
-
-
-def group_sizes(source: Source) -> set[int]:
-    """Gives all numbers that are ``group_size`` in the configs."""
-    sections = (*source.configs, read_hf_quant(source))
-    return {v for section in sections for v in values_of(section, "group_size") if isinstance(v, int)}
+    return source.with_views(views)
 
 
 def values_of(section: object, key: str) -> Iterator[object]:
@@ -70,6 +61,15 @@ def _view(source: Source, tensor: Planned, parts: tuple[str, ...], compute: Call
 
 
 # ---------------------------------------------------------------- ComfyUI
+def without_marks(source: Source) -> Source:
+    """Shows the weights that ComfyUI marks in rows, and no marks."""
+    marks = _marks(source)
+    if not marks:
+        return source
+    source = source.with_views([v for m, mark in marks.items() for v in _in_rows(source, m, _MARKED[mark["format"]])])
+    return replace(source, places={n: f for n, f in source.places.items() if not n.endswith(_MARKER)})
+
+
 def _marks(source: Source) -> dict[str, JSON]:
     """Reads the marks of layers, by module."""
     found: dict[str, JSON] = {}
@@ -92,10 +92,10 @@ def _marks(source: Source) -> dict[str, JSON]:
     return found
 
 
-def _unmarked(source: Source, module: str, block: int) -> Iterator[View]:
+def _in_rows(source: Source, module: str, block: int) -> Iterator[View]:
     """Shows a marked layer with the even element in the low half, and block scales in rows."""
     name, scales = module + WEIGHT, f"{module}.weight_scale"
-    if not block or scales not in source.places:
+    if not block or scales not in source.places or {name, scales} & source.views.keys():  # shown already
         return
     codes, stored = source.entry(name), source.entry(scales)
     per_element = 2 if block == 16 else 1
@@ -107,11 +107,7 @@ def _unmarked(source: Source, module: str, block: int) -> Iterator[View]:
     tensor = Planned(scales, stored.tag, shape)
     yield _view(source, tensor, (scales,), lambda rows: unswizzled(source.read(scales), *shape)[rows])
     if block == 16:
-        yield _view(source, codes, (name,), lambda rows: np.bitwise_or(*_swapped(source.read(name, rows))))
-
-
-def _swapped(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return codes << 4, codes >> 4
+        yield _view(source, codes, (name,), lambda rows: (x := source.read(name, rows)) << 4 | x >> 4)
 
 
 def padded_shape(n: int, k: int) -> tuple[int, int]:

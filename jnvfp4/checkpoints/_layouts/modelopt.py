@@ -50,6 +50,7 @@ MODELOPT = _ModelOpt(
     meaning="decode",
     global_shape=(),
     kv_scale="{0}_proj.{0}_scale",  # by ``postprocess_state_dict`` in its export/quant_utils.py
+    kv_caches=("FP8", "INT8", "NVFP4", "NVFP4_AFFINE"),
     unscaled_kv_cache=True,
     quant_method="modelopt",
     nvfp4={"quant_algo": ALGORITHMS},

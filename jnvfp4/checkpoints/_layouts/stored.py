@@ -162,7 +162,7 @@ class Stored:
         return scale / np.float32(6) if self.in_fp8(module) else scale  # amax / 448, and not amax / 2688
 
     @cached_property
-    def _algorithms(self) -> tuple[dict[str, object], set[object]]:
+    def _algorithms(self) -> tuple[dict[str, object], list[object]]:
         return algorithms_in(self.source)
 
     def algorithm(self, module: str) -> object:
@@ -250,13 +250,7 @@ def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
     """Finds the weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
-        if refusal := mlx_refusal(source):
-            raise refusal
-        other = _names_quantization(source)
-        hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
-        hint = "`jnvfp4 convert --dequantize-input fp8` makes one of it" if any(fp8_weights(source)) else hint
-        file = source.directory / CONFIG
-        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
+        raise no_nvfp4(source)
     modules, stacks = named_modules(source, layout)
     source = in_layout_form(source, layout, modules, stacks)
     fp8 = {module_of(w.entry.name): w for w in fp8_weights(source)}
@@ -265,6 +259,17 @@ def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
     for module in stored.modules:
         _check_weight(stored, module)
     return stored
+
+
+def no_nvfp4(source: Source) -> CheckpointError:
+    """Makes the error about a checkpoint that has no layout."""
+    other = _names_quantization(source)
+    hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
+    hint = "`jnvfp4 convert --dequantize-input fp8` makes one of it" if any(fp8_weights(source)) else hint
+    error = CheckpointError(
+        "has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG, hint=hint
+    )
+    return mlx_refusal(source) or error
 
 
 def _check_weight(stored: Stored, module: str) -> None:

@@ -8,18 +8,17 @@ from typing import Literal
 
 import numpy as np
 
-from .._files.errors import CheckpointError
 from .._files.files import CHUNK_BYTES, pieces
 from .._files.safetensors import FLOATS, JSON, Planned
-from .._files.source import CONFIG, Source, read_hf_quant
+from .._files.source import Source, read_hf_quant
 from .base import Layout, Parts, Quantization
 from .forms import TILE, in_layout_form, padded_shape, unswizzled
 from .layouts import LAYOUTS, nvfp4_values
 from .loaders import Reading, linear_modules
 from .modelopt import ALGORITHMS
 from .names import KV_BIAS, KV_SCALE, Group, family_of, groups_of, split_expert, split_role
-from .stored import Stored, layout_of, named_modules, scale_shapes
-from .unsupported import config_refusal, mlx_refusal, other_kv_cache, tensor_refusal
+from .stored import Stored, layout_of, named_modules, no_nvfp4, scale_shapes
+from .unsupported import config_refusal, other_kv_cache, tensor_refusal
 
 TINY = np.finfo(np.float32).tiny
 NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
@@ -122,32 +121,30 @@ class Survey:
         return groups_of(self.items, k=lambda m: (self.items[m].shape or (None,))[-1])
 
     @cached_property
-    def other_forms(self) -> dict[str, Literal["tiles", "blocks of 32", "numbers"]]:
+    def other_forms(self) -> dict[str, str]:
         """How weights are stored that are shown as the layout stores them, by module."""
         views, items = self.source.views.keys(), self.items.values()
-        out: dict[str, Literal["tiles", "blocks of 32", "numbers"]]
         out = {i.module: "numbers" for i in items if not views.isdisjoint(filter(None, i.parts))}
         out |= {i.module: "blocks of 32" for i in items if i.parts.scales in views}
         return out | {i.module: "tiles" for i in items if i.parts.codes in views}
 
     @cached_property
-    def in_tiles(self) -> tuple[int, int]:
-        """How many of at most 64 weights have block scales that look like tiles, of how many whose order shows.
+    def in_tiles(self) -> tuple[list[str], int]:
+        """The block scales of at most 64 weights that look like tiles, and of how many the order shows.
 
         Rows and columns of a weight differ in size, so in the right order they explain more of the variance of its
         scales. In another order they explain less than half of that.
         """
-        whole = (
-            i for i in self.items.values() if i.scales is not None and i.lie == "plain" and len(i.scales.shape) == 2
-        )
-        fitting = [i.parts.scales for i in whole if i.scales and padded_shape(*i.scales.shape) == i.scales.shape]
-        found = []
+        plain = [i.scales for i in self.items.values() if i.scales and i.lie == "plain" and len(i.scales.shape) == 2]
+        fitting = [entry.name for entry in plain if padded_shape(*entry.shape) == entry.shape]
+        found, clear = [], 0
         for name in fitting[:64] if not self.other_forms else ():
             x = self.source.read(name, slice(0, 4 * TILE[0])).view(np.uint8)
             (rows, noise), (tiles, noise_of_tiles) = map(_explained, (x, unswizzled(x, *x.shape)))
             if max(rows / noise, tiles / noise_of_tiles) > 0.1:
-                found.append(tiles > 2 * rows)
-        return sum(found), len(found)
+                clear += 1
+                found += [name] if tiles > 2 * rows else []
+        return found, clear
 
     @cached_property
     def unquantized(self) -> list[str]:
@@ -212,10 +209,8 @@ class Survey:
         """Whether the configs describe NVFP4 in one way for all weights, and configs made anew would lose nothing."""
         if self.mixed or self.dynamic or not self.one_input or config_refusal(self.source) is not None:
             return False
-        affine = any(map(KV_BIAS.fullmatch, self.source.places))  # of a KV cache
-        if affine or other_kv_cache(self.source) or self.other_forms:
-            return False
-        if not self.items.keys() <= self.block_scales.keys():  # the tensors do not say what a config should
+        other_cache = other_kv_cache(self.source) or any(map(KV_BIAS.fullmatch, self.source.places))
+        if other_cache or self.other_forms or not self.items.keys() <= self.block_scales.keys():
             return False
         if tensor_refusal(self.source, self.stored.others) is not None:  # such as AWQ's factors
             return False
@@ -326,9 +321,7 @@ def survey(source: Source, ranks: int | None = None) -> Survey:
     """
     layout = layout_of(source)
     if layout is None:
-        if refusal := mlx_refusal(source):
-            raise refusal
-        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
+        raise no_nvfp4(source)
     modules, stacks = named_modules(source, layout)
     modules |= {m for n in source.places if (m := _coded_module(source, layout, n))}
     stored = Stored(in_layout_form(source, layout, modules, stacks), layout, sorted(modules), stacks)

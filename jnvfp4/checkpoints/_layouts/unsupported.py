@@ -78,10 +78,12 @@ def mlx_refusal(source: Source) -> CheckpointError | None:
     """Makes the error about a config of MLX, whose weights have other names and packing; None without one."""
     found = (s for c in source.configs if isinstance(s := c.get("quantization"), dict) and "bits" in s)
     mode = next((s.get("mode", "affine") for s in found), None)
-    expected = "a checkpoint of Model Optimizer, compressed-tensors or jnvfp4"
+    observed, expected = (
+        f"quantization is MLX's, mode {mode!r:.200}",
+        "Model Optimizer's, compressed-tensors' or jnvfp4's",
+    )
     hint = "quantize the original model with `jnvfp4 convert`"
-    file = source.directory / CONFIG
-    return mode and CheckpointError(f"quantization is MLX's, mode {mode!r:.200}", expected, file=file, hint=hint)
+    return mode and CheckpointError(observed, expected, file=source.directory / CONFIG, hint=hint)
 
 
 def in_capitals(value: object) -> object:
@@ -89,12 +91,12 @@ def in_capitals(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
 
-def algorithms_in(source: Source) -> tuple[dict[str, object], set[object]]:
+def algorithms_in(source: Source) -> tuple[dict[str, object], list[object]]:
     """Gives the algorithms that configs of mixed formats name for modules and all below them, and those for all."""
     sections = [s for _, _, s in _sections(source) if isinstance(s, dict)]
     layers = (item for s in sections for item in _object(s.get(_LAYERS)).items())
-    of = {n.rstrip("*").rstrip("."): in_capitals(v.get("quant_algo")) for n, v in layers if isinstance(v, dict)}
-    return of, {in_capitals(s.get("quant_algo")) for s in sections} - {None}
+    of = {n.rstrip("*").rstrip("."): in_capitals(_object(v).get("quant_algo")) for n, v in layers}
+    return of, [in_capitals(s.get("quant_algo")) for s in sections]
 
 
 def _object(value: object) -> JSON:
@@ -147,15 +149,15 @@ def _entries(section: JSON, path: str) -> Iterator[tuple[str, str, object]]:
 
 def kv_cache(source: Source) -> str:
     """Names the KV cache that the configs ask for, as Model Optimizer does; "" for none. No weight depends on it."""
-    names = {in_capitals(c) if isinstance(c, str) else _name_of(c) for c in kv_caches(source)}
-    return " and ".join(sorted(map(str, names)))
+    return " and ".join(sorted({*map(_cache_name, kv_caches(source))}))
 
 
-def _name_of(claim: object) -> str:
-    for name, known in KV_CACHES.items() if isinstance(claim, dict) and {"num_bits", "type"} <= claim.keys() else ():
-        if all(claim.get(k) in (None, v) for k, v in known.items() if k != "strategy" or name == "FP8"):
+def _cache_name(claim: object) -> str:
+    scheme = _object(claim)
+    for name, known in KV_CACHES.items() if {"num_bits", "type"} <= scheme.keys() else ():
+        if all(scheme.get(k) in (None, v) for k, v in known.items() if k != "strategy" or name == "FP8"):
             return name
-    return f"{claim!r:.200}"
+    return claim.upper() if isinstance(claim, str) else f"{claim!r:.200}"
 
 
 def other_kv_cache(source: Source) -> str:
