@@ -280,7 +280,7 @@ LOADED = {
         "vllm sglang": {EXPERT[1]: (FIRST, 0.25)}, "trtllm": dict.fromkeys(EXPERT[:2], (REFUSED, None))}),
     "a listed weight": ("modelopt", False, listing(O_PROJ), {ALL: {O_PROJ: (KEPT, None)}}),
     "one expert is listed": ("modelopt", False, listing(EXPERT[2]), {
-        "vllm": dict.fromkeys(EXPERT, (KEPT, None)), "trtllm": {EXPERT[2]: (KEPT, None)}}),
+        "vllm": dict.fromkeys(EXPERT, (KEPT, None)), "sglang trtllm": {}}),
     "a part of a name is listed": ("modelopt", False, listing("self_attn.o"), {
         "vllm": {O_PROJ: (KEPT, None)}, "sglang trtllm": {}}),
     "a part of a path is listed": ("modelopt", False, listing("o_proj"), {

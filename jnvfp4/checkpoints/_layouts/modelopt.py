@@ -59,6 +59,6 @@ MODELOPT = _ModelOpt(
         "miles": Loader(by_prefix, lints=False),
         "vLLM": Loader(by_substring, asks_fused=True, linear="largest", experts="first"),
         "SGLang": Loader(by_parts, asks_fused=True, linear="largest", experts="first"),
-        "TensorRT-LLM": Loader(by_ancestors),
+        "TensorRT-LLM": Loader(by_ancestors, asks_fused=True),
     },
 )
