@@ -404,7 +404,7 @@ RULES: Mapping[str, Rule] = {
         _activation_one,
     ),
     "fused-globals": Rule(
-        "different global scales of q, k, v or of gate, up (w1, w3)",
+        "different global scales of weights that loaders fuse, such as q, k, v or gate, up",
         "vLLM, SGLang, TensorRT-LLM (Cutlass): one scale is used for all",
         "--fix takes the largest, and rounds block scales of the others again (by up to 6 %, more if subnormal)",
         _fused,
