@@ -14,6 +14,7 @@ import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoint, lint, open_checkpoint
 from jnvfp4.checkpoints._files.errors import CheckpointError
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
+from jnvfp4.checkpoints._layouts.loaders import VERSIONS
 from jnvfp4.checkpoints._layouts.stored import layout_of, open_stored
 from jnvfp4.checkpoints._layouts.unsupported import kv_cache
 from jnvfp4.checkpoints.rules import RULES
@@ -326,7 +327,8 @@ def test_a_broken_checkpoint_is_found_and_fixed(tmp_path, sound, capsys, layout,
     code = 0 if note else 1
     assert main(["lint", str(path)]) == code
     text = capsys.readouterr().out
-    assert all(words in text for words in (rule, RULES[rule].breaks, RULES[rule].do, found[0].where))
+    words = (rule, RULES[rule].breaks, RULES[rule].do, found[0].where, *(f"{n} {v}" for n, v in VERSIONS.items()))
+    assert all(w in text for w in words)
     assert main(["lint", str(path), "--fix", str(out), "--json"]) == (0 if fixable else code)
     told = json.loads(capsys.readouterr().out)
     assert out.exists() == bool(told["fixed"]) == fixable

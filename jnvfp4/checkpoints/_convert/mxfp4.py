@@ -22,7 +22,7 @@ from .._files.errors import CheckpointError
 from .._files.files import Rows, slices
 from .._files.safetensors import Planned
 from .._files.source import Source, View
-from .._layouts.fp8 import powers
+from .._layouts.fp8 import POWERS, powers
 from .._layouts.names import WEIGHT, is_stack
 from .._layouts.stored import VALUES
 from .encode import Amax
@@ -64,24 +64,18 @@ def mxfp4_views(source: Source) -> Iterator[View]:
             yield _view(source, stack, codes, scales, ())
         elif found := _of_module(source, codes):
             module, scales = found
-            unused = tuple(n for n in (f"{module}.input_scale",) if n in source.places)  # of activations
-            yield _view(source, module + WEIGHT, codes, scales, unused)
+            names = (f"{module}.input_scale", f"{module}.input_global_scale")  # of activations
+            yield _view(source, module + WEIGHT, codes, scales, tuple(n for n in names if n in source.places))
 
 
 def _of_module(source: Source, codes: Planned) -> tuple[str, Planned] | None:
     """Finds the scales of one weight [N, K], and names its module; None if it is not in MXFP4."""
-    for suffix, scale in _MODULES:
-        module = codes.name.removesuffix(suffix)
-        if (
-            module != codes.name
-            and codes.tag in ("U8", "I8")
-            and len(codes.shape) == 2
-            and module + scale in source.places
-        ):
-            scales, (n, half) = source.entry(module + scale), codes.shape
-            if scales.tag in ("U8", "F8_E8M0") and BLOCK * scales.shape[-1] == half and scales.shape[:-1] == (n,):
-                return module, scales
-    return None
+    if codes.tag not in ("U8", "I8") or len(codes.shape) != 2 or codes.shape[1] % BLOCK:
+        return None
+    pairs = ((codes.name.removesuffix(s), scale) for s, scale in _MODULES if codes.name.endswith(s))
+    found = ((module, source.entry(module + scale)) for module, scale in pairs if module + scale in source.places)
+    shape = codes.shape[0], codes.shape[1] // BLOCK
+    return next(((module, s) for module, s in found if s.tag in POWERS and s.shape == shape), None)
 
 
 def _view(source: Source, name: str, codes: Planned, scales: Planned, unused: tuple[str, ...]) -> View:

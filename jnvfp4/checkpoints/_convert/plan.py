@@ -103,20 +103,18 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
     scales, uncalibrated = _input_scales(options, groups, {*map(module_of, choices)})
-    return _plan_of(
-        view, options, choices, groups, scales, view.warnings + warnings + uncalibrated + _of_gates(view, groups)
-    )
+    warnings = view.warnings + warnings + uncalibrated + _of_gates(view, groups)
+    return _plan_of(view, options, choices, groups, scales, warnings)
 
 
 def _of_gates(source: Source, groups: Collection[Group]) -> tuple[str, ...]:
     """Warns of projections half of whose rows are a gate: Model-Optimizer#2091 measured 2 to 6 times the perplexity."""
-    gated = any(
-        c.get("attn_output_gate", str(c.get("model_type")).startswith(("qwen3_next", "qwen3_5")))
-        for c in source.configs
-    )
-    found = [m for g in groups for m in g.members if gated and split_role(m)[1] in ("q_proj", "qkv_proj")]
-    text = f"attn_output_gate: half of {found[:1]} and of {len(found) - 1} more is a gate, which NVFP4 may ruin"
-    return (f"{text}; --ignore '*.{split_role(found[0])[1]}' keeps their groups",) if found else ()
+    models = ("qwen3_next", "qwen3_5")  # that have a gate unless their config says otherwise
+    if not any(c.get("attn_output_gate", str(c.get("model_type")).startswith(models)) for c in source.configs):
+        return ()
+    found = [m for g in groups for m in g.members if split_role(m)[1] in ("q_proj", "qkv_proj")]
+    text = f"half of the rows of {len(found)} modules is a gate, such as {found[:1]}; NVFP4 may ruin the model"
+    return (f"attn_output_gate: {text}; --ignore '*.{split_role(found[0])[1]}' keeps their groups",) if found else ()
 
 
 def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:

@@ -24,7 +24,7 @@ from .names import WEIGHT, is_stack, module_of
 _SCALES = (".weight_scale", ".weight_scale_inv", ".scale")
 _SCALES_OF_STACKS = ("_weight_scale", "_scale_inv", "_weight_scale_inv", "_scale")
 _BLOCK, _MX_BLOCK = 128, 32
-_POWERS = ("U8", "F8_E8M0")  # dtypes of exponents of 2
+POWERS = ("U8", "F8_E8M0")  # dtypes of exponents of 2
 _TAGS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -58,7 +58,7 @@ class Fp8Weight:
         """The scales in float32, with an axis of rows and one of columns, in a stack after the axis of experts."""
         stored, shape = self.source.read(self.scale.name), self.entry.shape
         units = [-(-size // unit) for size, unit in zip(shape[-2:], self.unit, strict=True)]
-        scales = powers(stored) if self.scale.tag in _POWERS else stored.astype(np.float32)
+        scales = powers(stored) if self.scale.tag in POWERS else stored.astype(np.float32)
         lead = shape[:-2] if scales.size > 1 else [1] * len(shape[:-2])
         return np.broadcast_to(scales.reshape(*lead, *units), (*shape[:-2], *units))
 
@@ -112,9 +112,9 @@ def _unit(entry: Planned, scale: Planned) -> tuple[int, int]:
     shapes = {(*experts, *shape): unit for shape, unit in shapes.items()}
     if experts:
         shapes |= {(): (n, k), (1,): (n, k)}
-    if scale.tag in _POWERS:
+    if scale.tag in POWERS:
         shapes = (shapes if scale.tag != "U8" else {}) | {(*experts, n, -(-k // _MX_BLOCK)): (1, _MX_BLOCK)}
-    if scale.shape not in shapes or scale.tag not in (*FLOATS, *_POWERS) or not math.prod(entry.shape):
+    if scale.shape not in shapes or scale.tag not in (*FLOATS, *POWERS) or not math.prod(entry.shape):
         expected = f"a float, one, {n} for rows, or {list(blocks)}, one for {_BLOCK}x{_BLOCK}; or U8 for {_MX_BLOCK}"
         raise CheckpointError(f"is {scale.tag}, has shape {list(scale.shape)}", expected, tensor=scale.name)
     return shapes[scale.shape]

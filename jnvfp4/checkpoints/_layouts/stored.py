@@ -288,7 +288,9 @@ def _check_weight(stored: Stored, module: str) -> None:
     for entry, tag, fitting in ((scales, layout.scales_tag, possible), (scale, "F32", shapes)):
         if entry.tag != tag or entry.shape not in fitting:
             expected = f"{tag} {' or '.join(str(list(p)) for p in fitting)}"
-            raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name)
+            of_32 = entry is scales and scales.shape == (*codes.shape[:-1], codes.shape[-1] // BLOCK)
+            hint = "blocks of 32 are read where a config has group_size 32" if of_32 else ""
+            raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name, hint=hint)
 
 
 def scale_shapes(codes: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -77,13 +77,13 @@ def config_refusal(source: Source) -> CheckpointError | None:
 def mlx_refusal(source: Source) -> CheckpointError | None:
     """Makes the error about a config of MLX, whose weights have other names and packing; None without one."""
     found = (s for c in source.configs if isinstance(s := c.get("quantization"), dict) and "bits" in s)
-    mode = next((s.get("mode", "affine") for s in found), None)
-    observed, expected = (
-        f"quantization is MLX's, mode {mode!r:.200}",
-        "Model Optimizer's, compressed-tensors' or jnvfp4's",
-    )
-    hint = "quantize the original model with `jnvfp4 convert`"
-    return mode and CheckpointError(observed, expected, file=source.directory / CONFIG, hint=hint)
+    for section in found:
+        observed, hint = (
+            f"quantization is MLX's, mode {section.get('mode', 'affine')!r:.200}",
+            "convert the original model",
+        )
+        return CheckpointError(observed, "a format of other software", file=source.directory / CONFIG, hint=hint)
+    return None
 
 
 def in_capitals(value: object) -> object:
