@@ -103,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
         _show(message.removesuffix("\n"))
 
 
-_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
+_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the config"
 _OUTPUT = "output: a new or empty directory"
 
 

@@ -19,7 +19,7 @@ from ._files.companions import check_companions, copy_companions, remove_partial
 from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import RECORD, check_free_space, checked_path, locked, remove_temporaries, unfinished, write_json
 from ._files.safetensors import VERSION, File
-from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, open_source
+from ._files.source import CONFIG, HF_QUANT, INDEXES, SHARD, open_source
 from ._layouts.loaded import loaded_otherwise
 from ._layouts.loaders import TITLES, VERSIONS
 from ._layouts.survey import survey
@@ -175,9 +175,10 @@ def _read_otherwise(output: Path) -> tuple[str, ...]:
 def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> tuple[str, ...]:
     """Removes an older output, and the temporary files of killed runs; gives a warning of what an output has lost."""
     remove_partial_copies(plan.source, output)
-    remove_temporaries(output, {*plan.shards, CONFIG, INDEX, HF_QUANT, RECORD})
+    others = (CONFIG, *INDEXES, HF_QUANT)
+    remove_temporaries(output, {*plan.shards, *others, RECORD})
     shards = [] if resume else sorted(output.glob(f"*{SHARD}"))
-    older = [path for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards) if os.path.lexists(path)]
+    older = [path for path in (*(output / name for name in others), *shards) if os.path.lexists(path)]
     for path in older:
         path.unlink()
     return (f"{output}: {', '.join(path.name for path in older)} of an older checkpoint removed",) if older else ()

@@ -146,7 +146,8 @@ def _fix_configs(s: Survey, fixes: _Fixes) -> None:
     assert ignore is not None
     weight_only = not any(item.parts.activation in s.source.places for item in s.items.values())
     cache = "FP8" if s.kv_scales else kv_cache(s.source)
-    fixes.files = {**s.layout.config_files(s.source.config, Quantization(ignore, weight_only, cache))}
+    quantization = Quantization(ignore, weight_only, cache)
+    fixes.files = {**s.layout.config_files(s.source.config, quantization, s.source.params)}
     fixes.done |= dict.fromkeys(fixes.files, "made anew from the tensors")
 
 

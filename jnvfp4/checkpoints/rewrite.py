@@ -25,7 +25,7 @@ from ._files.files import (
     write_file,
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
-from ._files.source import CONFIG, Source, index_file, without_quantization
+from ._files.source import CONFIG, Source, index_file, params_file, without_quantization
 from ._layouts.base import Layout, Parts, Quantization, decode_scale
 from ._layouts.layouts import LAYOUTS, LayoutName, layouts_with
 from ._layouts.loaders import linear_modules
@@ -126,7 +126,8 @@ class _Repacking:
         ignore = self.to.ignore_list(kept, stored.modules)
         weight_only = all(stored.activation(m) is None for m in stored.modules)
         cache = name if (name := kv_cache(source)) in self.to.kv_caches else ""
-        return self.to.config_files(source.config, Quantization(ignore, weight_only, cache))
+        quantization = Quantization(ignore, weight_only, cache)
+        return self.to.config_files(source.config, quantization, source.params)
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)
@@ -190,7 +191,9 @@ class _Decoding:
             yield w.name, rows.start * row_size, values.transpose(0, 2, 1) if w.kn else values
 
     def files(self) -> dict[str, JSON]:
-        config = self.stored.source.config
+        config, params = self.stored.source.config, self.stored.source.params
+        if params is not None:
+            return params_file(params)
         return {} if config is None else {CONFIG: _ordinary_config(config, DTYPES[self.dtype].name)}
 
 
@@ -260,7 +263,7 @@ def write_output(
                     file.put(tensor, data, first)
         notcopied = copy_companions(source, output)
         source.check_unchanged()
-        for name, value in {**files, **index_file(tensors)}.items():
+        for name, value in {**files, **index_file(tensors, source.stem)}.items():
             write_file(output / name, value if isinstance(value, bytes) else json_bytes(value))
     for text in notcopied:
         warn(text)

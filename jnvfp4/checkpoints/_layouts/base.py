@@ -13,7 +13,7 @@ import numpy as np
 from ...spec import Format
 from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import JSON, Planned
-from .._files.source import CONFIG, HF_QUANT, without_quantization
+from .._files.source import CONFIG, HF_QUANT, params_file, without_quantization
 from .loaders import Loader, Reading, fused_module
 from .names import KV_SCALE
 
@@ -157,10 +157,15 @@ class Layout(ABC):
             return self.to_decode(stored) * np.float32(2688)
 
     # ------------------------------------------------------------ configs
-    def config_files(self, config: JSON | None, q: Quantization) -> dict[str, JSON]:
-        """Makes the configs of a quantized model by file name; one without a ``config.json`` stays without."""
+    def config_files(self, config: JSON | None, q: Quantization, params: JSON | None = None) -> dict[str, JSON]:
+        """Makes the configs of a quantized model by file name; one without a ``config.json`` stays without.
+
+        Beside Mistral's ``params.json`` vLLM takes any ``config.json`` for that of the model, so there is none.
+        """
         files: dict[str, JSON] = {}
-        if config is not None:
+        if params is not None and not self.stores_amax:
+            files |= params_file(params, None if self.hf_quant_keys else self.config(q))
+        elif config is not None:
             files[CONFIG] = {**without_quantization(config), "quantization_config": self.config(q)}
         hf_quant = self.hf_quant(q)
         return files if hf_quant is None else {**files, HF_QUANT: hf_quant}
