@@ -25,6 +25,7 @@ from .checkpoints._files.errors import CheckpointError, CommandError, Exit, Opti
 from .checkpoints._files.files import RECORD, checked_path, existing_parent
 from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
+from .checkpoints._layouts.loaders import TITLES
 from .checkpoints.compare import diff, inspect
 from .checkpoints.convert import convert_checkpoint
 from .checkpoints.fix import fix_checkpoint
@@ -102,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
         _show(message.removesuffix("\n"))
 
 
-_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the model type"
+_EXPERT_LAYOUT = "axes of experts in one tensor: [E, N, K] or [E, K, N]; auto decides by the config"
 _OUTPUT = "output: a new or empty directory"
 
 
@@ -148,7 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     p = command(_verify, "compare a converted checkpoint with its source", more, "MODEL MODEL-NVFP4", **paths)
     text = "largest relative error of a weight (default 0.2)"
     p.add_argument("--max-rel-error", type=float, default=0.2, metavar="X", help=text)
+    text = f"also compare the weights that a loader multiplies by: {', '.join(TITLES)}"
+    p.add_argument("--as", dest="loader", choices=TITLES, metavar="LOADER", help=text)
     _option(p.add_argument, "expert_layout", _EXPERT_LAYOUT)
+    text = "with --as: read no codes and nothing of SOURCE, and find only what the loader changes"
+    p.add_argument("--scales-only", action="store_true", help=text)
     text = "write another layout, with the same codes and block scales"
     paths = {"source": "the checkpoint", "output": _OUTPUT}
     p = command(_repack, text, example="MODEL-NVFP4 OUTPUT --format compressed-tensors", **paths)
@@ -249,7 +254,7 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add, option = group("other models", "MODEL OUTPUT --experts per-expert")
     option("experts", "leave experts as they are, give each its own tensors, or put all in one")
     option("expert_layout", _EXPERT_LAYOUT)
-    option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks) or MXFP4 (gpt-oss)")
+    option("dequantize_input", "decode weights in FP8 (per tensor, per channel, 128x128 blocks, MXFP8), or also MXFP4")
 
     add, option = group("speed", "MODEL OUTPUT --device cuda:0 --workers 4")
     add("--device", default="auto", metavar="auto|cpu|cuda:N", help="device that quantizes; auto is cpu")
@@ -357,7 +362,9 @@ def _inspect(a: argparse.Namespace) -> Exit:
 def _verify(a: argparse.Namespace) -> Exit:
     failure: VerificationError | None = None
     try:
-        records = verify_checkpoint(a.source, a.output, a.max_rel_error, a.expert_layout)
+        records = verify_checkpoint(
+            a.source, a.output, a.max_rel_error, a.expert_layout, loader=a.loader, scales_only=a.scales_only
+        )
     except VerificationError as e:
         records, failure = e.records, e
     failures = [str(f) for f in failure.failures] if failure else []

@@ -109,3 +109,155 @@ def refused(directory, tmp_path, text, code, *arguments, capsys, out=None) -> st
     assert re.search(text, error), error
     assert not out.is_dir() or not list(out.iterdir())
     return error
+
+
+# ---------------------------------------------------------------- model families
+H, KV, WIDE, EXPERTS = 512, 256, 768, 2  # hidden size, of keys and values, of an MLP
+
+
+def _roles(parent: str, roles: str, **shapes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Weights of projections by name; a role without a shape is a norm."""
+    return {f"{parent}.{role}.weight": shapes.get(role, (H,)) for role in roles.split()}
+
+
+def _attention(parent: str, end: str = "_proj") -> dict[str, tuple[int, ...]]:
+    return {f"{parent}.{r}{end}.weight": (KV if r in "kv" else H, H) for r in "qkvo"}
+
+
+def _mlp(parent: str, roles: str = "gate up down", end: str = "_proj") -> dict[str, tuple[int, ...]]:
+    down = roles.split()[-1]
+    return {f"{parent}.{r}{end}.weight": (H, WIDE) if r == down else (WIDE, H) for r in roles.split()}
+
+
+def _experts(parent: str, roles: str = "gate up down", shared: str = "") -> dict[str, tuple[int, ...]]:
+    out = {f"{parent}.gate.weight": (EXPERTS, H), **(_mlp(f"{parent}.{shared}", roles) if shared else {})}
+    for e in range(EXPERTS):
+        out |= _mlp(f"{parent}.experts.{e}", roles)
+    return out
+
+
+def _ends(model: str = "model", head: str = "lm_head", table: str = "embed_tokens") -> dict[str, tuple[int, ...]]:
+    dot = f"{model}." if model else ""
+    return {f"{dot}{table}.weight": (64, H), f"{dot}norm.weight": (H,), **({f"{head}.weight": (64, H)} if head else {})}
+
+
+_L = "model.layers."
+_NORMS = "input_layernorm post_attention_layernorm"
+_MLA = {
+    **dict(q_a_proj=(KV, H), q_b_proj=(H, KV), kv_a_proj_with_mqa=(KV + 16, H), kv_b_proj=(H, KV), o_proj=(H, H)),
+    **dict(q_a_layernorm=(KV,), kv_a_layernorm=(KV,)),
+}
+_LINEAR = dict(in_proj_qkv=(H + KV, H), in_proj_z=(H, H), in_proj_b=(16, H), in_proj_a=(16, H), out_proj=(H, H))
+_CONV = (H, 1, 4)
+# By family: the config, and the shapes of the tensors as transformers stores them (those of Mistral as Mistral does).
+FAMILIES: dict[str, tuple[dict, dict[str, tuple[int, ...]]]] = {
+    "Llama": (
+        {"model_type": "llama"},
+        {**_ends(), **_roles(f"{_L}0", _NORMS), **_attention(f"{_L}0.self_attn"), **_mlp(f"{_L}0.mlp")},
+    ),
+    "Qwen3": (
+        {"model_type": "qwen3", "tie_word_embeddings": True},
+        {
+            **_ends(head=""),
+            **_roles(f"{_L}0.self_attn", "q_norm k_norm"),
+            **_attention(f"{_L}0.self_attn"),
+            **_mlp(f"{_L}0.mlp"),
+        },
+    ),
+    "Qwen3-MoE": (
+        {"model_type": "qwen3_moe"},
+        {**_ends(), **_attention(f"{_L}0.self_attn"), **_experts(f"{_L}0.mlp")},
+    ),
+    "Qwen3.5": (
+        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 2}},
+        {
+            **_ends("model.language_model"),
+            **_roles("model.language_model.layers.0.linear_attn", " ".join([*_LINEAR, "norm"]), **_LINEAR),
+            "model.language_model.layers.0.linear_attn.conv1d.weight": _CONV,
+            "model.language_model.layers.0.linear_attn.A_log": (16,),
+            **_mlp("model.language_model.layers.0.mlp"),
+            **_attention("model.language_model.layers.1.self_attn"),
+            **_mlp("model.language_model.layers.1.mlp"),
+            "mtp.fc.weight": (H, 2 * H),
+            **_attention("mtp.layers.0.self_attn"),
+            "model.visual.blocks.0.attn.qkv.weight": (3 * H, H),
+        },
+    ),
+    "GLM-4.5": (
+        {"model_type": "glm4_moe", "num_hidden_layers": 2},
+        {
+            **_ends(),
+            **_attention(f"{_L}0.self_attn"),
+            **_mlp(f"{_L}0.mlp"),
+            **_attention(f"{_L}1.self_attn"),
+            **_experts(f"{_L}1.mlp", shared="shared_experts"),
+            f"{_L}1.mlp.gate.e_score_correction_bias": (EXPERTS,),
+            f"{_L}2.eh_proj.weight": (H, 2 * H),
+            **_attention(f"{_L}2.self_attn"),
+            f"{_L}2.shared_head.head.weight": (64, H),
+        },
+    ),
+    "DeepSeek-V3": (
+        {"model_type": "deepseek_v3", "num_hidden_layers": 2},
+        {
+            **_ends(),
+            **_roles(f"{_L}0.self_attn", " ".join(_MLA), **_MLA),
+            **_mlp(f"{_L}0.mlp"),
+            **_roles(f"{_L}1.self_attn", " ".join(_MLA), **_MLA),
+            **_experts(f"{_L}1.mlp", shared="shared_experts"),
+        },
+    ),
+    "gpt-oss": (
+        {"model_type": "gpt_oss", "hidden_size": H, "intermediate_size": WIDE, "num_local_experts": EXPERTS},
+        {
+            **_ends(),
+            **_attention(f"{_L}0.self_attn"),
+            f"{_L}0.self_attn.sinks": (8,),
+            f"{_L}0.mlp.router.weight": (EXPERTS, H),
+            f"{_L}0.mlp.experts.gate_up_proj": (EXPERTS, H, 2 * WIDE),
+            f"{_L}0.mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * WIDE),
+            f"{_L}0.mlp.experts.down_proj": (EXPERTS, WIDE, H),
+        },
+    ),
+    "Nemotron-H": (
+        {"model_type": "nemotron_h", "num_hidden_layers": 4},
+        {
+            **_ends("backbone", table="embeddings"),
+            "backbone.layers.0.mixer.in_proj.weight": (2 * H, H),
+            "backbone.layers.0.mixer.out_proj.weight": (H, H),
+            "backbone.layers.0.mixer.conv1d.weight": _CONV,
+            **_mlp("backbone.layers.1.mixer", "up down"),
+            **_attention("backbone.layers.2.mixer"),
+            **_experts("backbone.layers.3.mixer", "up down", shared="shared_experts"),
+        },
+    ),
+    "Mistral": (
+        {"model_type": "mistral"},
+        {
+            **_ends("", head="output", table="tok_embeddings"),
+            **{n.replace("attention.", "attention.w"): s for n, s in _attention("layers.0.attention", "").items()},
+            **_mlp("layers.0.feed_forward", "w1 w3 w2", ""),
+            **_roles("layers.0", "attention_norm ffn_norm"),
+        },
+    ),
+    "Gemma-3": (
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 1}},
+        {
+            **_ends("language_model.model", head=""),
+            **_attention("language_model.model.layers.0.self_attn"),
+            **_roles("language_model.model.layers.0", "pre_feedforward_layernorm post_feedforward_layernorm"),
+            **_mlp("language_model.model.layers.0.mlp"),
+            "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": (WIDE, H),
+            "vision_tower.vision_model.encoder.layers.0.mlp.fc2.weight": (H, WIDE),
+            "multi_modal_projector.mm_input_projection_weight": (H, H),
+        },
+    ),
+}
+
+
+def family(directory, name: str) -> Path:
+    """A model of a family with random weights."""
+    config, shapes = FAMILIES[name]
+    rng = np.random.default_rng(sorted(FAMILIES).index(name))
+    tensors = {n: rng.normal(0, 0.02, shape).astype(ml_dtypes.bfloat16) for n, shape in shapes.items()}
+    return model_of(directory, tensors, {"num_hidden_layers": 1, **config})

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, TE_MODELOPT, draw_nothing, files_of, model_of, refused, weight
+from checkpoints import GOLDEN, TE_MODELOPT, array, draw_nothing, files_of, model_of, refused, weight
 from conftest import gpus, skip_or_fail
 
 import jnvfp4
@@ -20,6 +20,7 @@ from jnvfp4.checkpoints.compare import diff
 from jnvfp4.checkpoints.load import open_checkpoint
 from jnvfp4.checkpoints.report_files import write_report
 from jnvfp4.checkpoints.rewrite import dequantize_checkpoint, repack_checkpoint
+from jnvfp4.checkpoints.rules import lint
 from jnvfp4.checkpoints.save import save_checkpoint
 from jnvfp4.checkpoints.verify import VerificationError, verify_checkpoint
 from jnvfp4.cli import main
@@ -33,6 +34,61 @@ MINUS_ZERO = "model.layers.1.mlp.down_proj"  # row 2 begins with -0.0, whose cod
 def test_no_public_name_hides_a_module(name):
     assert callable(getattr(checkpoints, name))
     assert find_spec(f"jnvfp4.checkpoints.{name}") is None
+
+
+# ---------------------------------------------------------------- models as they are published
+def matrices(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    return {name: array(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+# By name: the config, the shapes of what is quantized, and of what is kept.
+PUBLISHED = {
+    "no gate": (
+        {"model_type": "nemotron_h", "hidden_size": 64},
+        {
+            "backbone.layers.0.mixer.up_proj.weight": (96, 64),
+            "backbone.layers.0.mixer.down_proj.weight": (64, 96),
+            **{f"backbone.layers.1.mixer.experts.{e}.up_proj.weight": (48, 64) for e in range(3)},
+            **{f"backbone.layers.1.mixer.experts.{e}.down_proj.weight": (64, 48) for e in range(3)},
+            "backbone.layers.1.mixer.shared_experts.up_proj.weight": (96, 64),
+            "backbone.layers.2.mixer.in_proj.weight": (96, 64),
+            "backbone.layers.3.mixer.q_proj.weight": (32, 64),
+        },
+        {"backbone.layers.1.mixer.gate.weight": (3, 64), "backbone.layers.2.mixer.conv1d.weight": (64, 1, 4)},
+    ),
+    "no gate, stacks": (
+        {"model_type": "nemotron_h", "hidden_size": 64},
+        {
+            "backbone.layers.0.mixer.up_proj.weight": (96, 64),
+            "backbone.layers.0.mixer.down_proj.weight": (64, 96),
+            "backbone.layers.1.mixer.experts.up_proj": (3, 48, 64),
+            "backbone.layers.1.mixer.experts.down_proj": (3, 64, 48),
+        },
+        {"backbone.layers.1.mixer.gate.weight": (3, 64)},
+    ),
+    "attention with a gate": (
+        {"model_type": "afmoe"},
+        {
+            **{f"model.layers.0.self_attn.{r}_proj.weight": (32, 64) for r in ("q", "k", "v", "gate")},
+            **{f"model.layers.0.mlp.{r}_proj.weight": (96, 64) for r in ("gate", "up")},
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_a_published_model_is_converted(tmp_path, model, layout):
+    config, quantized, kept = PUBLISHED[model]
+    if layout == "compressed-tensors" and any(len(shape) == 3 for shape in quantized.values()):
+        pytest.skip("stores no stacks")
+    model_of(tmp_path / "in", matrices(**quantized, **kept), config)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(layout=layout))
+    records = verify_checkpoint(tmp_path / "in", tmp_path / "out")
+    assert {r.name for r in records if r.error} == quantized.keys()
+    assert all(r.error.relative_error < 0.12 for r in records if r.error)
+    assert [f for f in lint(tmp_path / "out") if not f.note] == []
 
 
 # ---------------------------------------------------------------- golden

@@ -34,6 +34,7 @@ from jnvfp4.checkpoints import (
     convert_checkpoint,
     dequantize_checkpoint,
     inspect,
+    lint,
     repack_checkpoint,
     save_checkpoint,
 )
@@ -185,7 +186,7 @@ def with_length(length):
 LENGTHS = {
     **{f"{n} bytes": (of_bytes(lambda data, n=n: data[:n]), f"{A}: .*{n}") for n in (0, 4, 8, 100, 1000)},
     "all but one": (of_bytes(lambda data: data[:-1]), f"{A}: .*SHORTER"),
-    "one more": (of_bytes(lambda data: data + b"x"), f"{A}: is LONGER bytes long, but its tensors end at byte SIZE"),
+    "one more": (of_bytes(lambda data: data + b"x"), f"{A}: has 1 bytes behind its tensors, which end at byte SIZE"),
     "2^63": (with_length(1 << 63), "header length is 9223372036854775808; expected at most 100000000"),
     "above the limit": (with_length(100_000_001), "header length is 100000001; expected at most 100000000"),
     "limit": (with_length(100_000_000), "header length is 100000000, but the file is SIZE bytes long"),
@@ -213,15 +214,50 @@ def test_a_damaged_model_is_refused(model, tmp_path, case, capsys):
     assert len(refused(model, tmp_path, text, 3, capsys=capsys)) < 1500
 
 
-def test_a_stray_shard_is_ignored_with_a_warning(model, tmp_path, capsys):
-    write(model / "stray.safetensors", {"stray.weight": weight(16, 32)})
+def test_tensors_outside_the_index_are_carried_with_a_warning(model, tmp_path, capsys):
+    """Files that have tensors of the model, or that cannot be read, are ignored with a warning."""
+    mtp = {"mtp.fc.weight": weight(32, 64), "mtp.layers.0.mlp.down_proj.weight": weight(64, 32)}
+    write(model / "mtp.safetensors", mtp)
+    write(model / "copy.safetensors", {**SHARDS[B], "copy.weight": weight(16, 32)})
+    write(model / "consolidated.safetensors", {"layers.0.feed_forward.w2.weight": SHARDS[B][DOWN]})
+    write(model / "adapter_model.safetensors", {"base_model.x.lora_A.weight": weight(16, 32)})
+    write(tmp_path / "outside", {"outside.weight": weight(16, 32)})
+    (model / "linked.safetensors").symlink_to(tmp_path / "outside")
     (model / "broken.safetensors").write_bytes(b"")
-    files = converted(model, tmp_path)
-    warnings = capsys.readouterr().err
-    assert "warning: stray.safetensors: not in the index, ignored" in warnings
-    assert "warning: broken.safetensors: not in the index, ignored" in warnings
-    assert not any(name.startswith(("stray", "broken")) for name in files)
-    assert b"stray" not in files[INDEX]
+    (model / "folder.safetensors").mkdir()
+    files = converted(model, tmp_path, "--weight-only")
+    lines = [line.removeprefix("warning: ").split(", ", 1) for line in capsys.readouterr().err.splitlines()]
+    warnings = {name: text for name, text in lines if name.endswith("index")}
+    ignored = {
+        "copy": f"but has '{DOWN}', which is: ignored",
+        "consolidated": "a copy of the model for other loaders: ignored",
+        "adapter_model": "an adapter: ignored",
+        "linked": "a link out of the directory: ignored",
+        "broken": "is 0 bytes long; expected a header length of 8 bytes: ignored",
+        "folder": "no regular file: ignored",
+    }
+    expected = {f"{name}.safetensors: not in the index": text for name, text in ignored.items()}
+    assert warnings == expected | {"mtp.safetensors: not in the index": "its tensors are taken into the output: 2"}
+    assert sorted(name for name in files if name.endswith(".safetensors")) == [A, B, "mtp.safetensors"]
+    assert json.loads(files[INDEX])["weight_map"]["mtp.fc.weight"] == "mtp.safetensors"
+    with_mtp = open_source(tmp_path / "out")
+    assert all(with_mtp.array(name).tobytes() == w.tobytes() for name, (_, w) in mtp.items())
+    assert main(["verify", str(model), str(tmp_path / "out")]) == 0
+
+
+def test_a_second_copy_of_the_model_is_ignored_with_a_warning(tmp_path, capsys):
+    """Mistral's, under other names, without an index; alone it is the model."""
+    other = {"layers.0.feed_forward.w2.weight": weight(64, 32, 2)}
+    directory = model_of(tmp_path / "in", {DOWN: weight(64, 32, 2)})
+    want = converted(directory, tmp_path, "--weight-only", out="want")
+    write(directory / "consolidated.safetensors", other)
+    capsys.readouterr()
+    assert converted(directory, tmp_path, "--weight-only") == want
+    text = "warning: consolidated.safetensors: a copy of the model for other loaders, beside model.safetensors: ignored"
+    assert capsys.readouterr().err.splitlines() == [text]
+    (directory / "model.safetensors").unlink()
+    assert "consolidated.safetensors" in converted(directory, tmp_path, "--weight-only", out="alone")
+    assert not capsys.readouterr().err
 
 
 # A file of tensors under each of these names is none that other readers open, or one that the converter writes itself.
@@ -246,6 +282,31 @@ def test_shards_are_called_safetensors(model, tmp_path, name, capsys):
     if not is_config:
         refused(model / name, tmp_path, of_file, 3, capsys=capsys)
     assert files_of(model) == before
+
+
+@pytest.mark.parametrize("stem", ["diffusion_pytorch_model", "consolidated"])
+def test_an_index_has_the_name_of_its_files(tmp_path, stem, capsys):
+    """Loaders of diffusers and of Mistral look for no other."""
+    shards = {name.replace("model", stem): tensors for name, tensors in SHARDS.items()}
+    model, index = write_model(tmp_path / "in", shards), f"{stem}.safetensors.index.json"
+    (model / INDEX).rename(model / index)
+    edit = json.loads((model / index).read_text())
+    files = converted(model, tmp_path, out="kept")
+    assert {*shards, index} <= files.keys()
+    assert json.loads(files[index])["weight_map"].keys() == open_source(tmp_path / "kept").places.keys()
+    cut = converted(model, tmp_path, "--max-shard-size", "1000", out="cut")
+    assert sum(name.startswith(f"{stem}-0000") for name in cut) > 2
+    assert not any(name.startswith("model") for name in (*files, *cut))
+    assert index in cut
+    one = converted(model, tmp_path, "--max-shard-size", "1GB", out="one")
+    assert f"{stem}.safetensors" in one
+    repack_checkpoint(tmp_path / "cut", tmp_path / "repacked", "compressed-tensors")
+    assert index in files_of(tmp_path / "repacked")
+    converted(model, tmp_path, "--overwrite", "--max-shard-size", "1GB", out="cut")
+    assert index not in files_of(tmp_path / "cut")
+    edit["weight_map"]["nothing"] = next(iter(shards))
+    (model / index).write_text(json.dumps(edit))
+    refused(model, tmp_path, rf"{index}: .*'nothing'", 3, capsys=capsys)
 
 
 def test_a_single_file_keeps_its_name(tmp_path):
@@ -276,15 +337,21 @@ def test_the_model_is_no_link_out_of_the_directory(model, tmp_path, name, capsys
     refused(model, tmp_path, f"{name}: is a link out of the directory; expected a file in it", 3, capsys=capsys)
 
 
-def test_a_snapshot_links_to_the_blobs_beside_it(model, tmp_path):
+@pytest.mark.parametrize("folder", ["", "text_encoder", "a/b"])
+def test_a_snapshot_links_to_the_blobs_beside_it(model, tmp_path, folder):
     want = converted(model, tmp_path, out="want")
-    (tmp_path / "hub" / "snapshots").mkdir(parents=True)
-    model.rename(tmp_path / "hub" / "blobs")
-    snapshot = tmp_path / "hub" / "snapshots" / "0123"
-    snapshot.mkdir()
-    for path in (tmp_path / "hub" / "blobs").iterdir():
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    assert converted(snapshot, tmp_path) == want
+    snapshot, blobs = tmp_path / "hub" / "snapshots" / "0123", tmp_path / "hub" / "blobs"
+    (snapshot / folder).mkdir(parents=True)
+    model.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / folder / path.name).symlink_to(os.path.relpath(path, snapshot / folder))
+    assert converted(snapshot, tmp_path, *["--subfolder", folder] * bool(folder)) == want
+    (tmp_path / "outside").mkdir()
+    (snapshot / folder / B).unlink()
+    (blobs / B).rename(tmp_path / "outside" / B)
+    (snapshot / folder / B).symlink_to(tmp_path / "outside" / B)
+    with pytest.raises(CheckpointError, match=f"{B}: is a link out of the directory"):
+        open_source(snapshot / folder)
 
 
 def test_tensors_at_odd_bytes_are_read(model, tmp_path):
@@ -385,9 +452,20 @@ def test_what_is_not_finite_keeps_its_group(tmp_path):
 
 GROUPS = {
     "no up": ({GATE: weight(16, 32)}, "module 'model.layers.0.mlp' has gate_proj but no up_proj"),
-    "no gate": ({UP: weight(16, 32)}, "module 'model.layers.0.mlp' has up_proj but no gate_proj"),
+    "no gate": (
+        {UP: weight(16, 32), **{n.replace("0", "1"): weight(16, 32) for n in (GATE, UP)}},
+        "module 'model.layers.0.mlp' has up_proj but no gate_proj"),
+    "no gate of an expert": (
+        {f"mlp.experts.{e}.{r}_proj.weight": weight(16, 32) for e, r in ((0, "gate"), (0, "up"), (1, "up"))},
+        "module 'mlp.experts.1' has up_proj but no gate_proj"),
     "no w3": ({"model.layers.0.mlp.experts.0.w1.weight": weight(16, 32)}, "has w1 but no w3; expected both"),
     "K": ({GATE: weight(16, 32), UP: weight(16, 48)}, f"'{GATE}': K is 32, but '{UP}' has K = 48; expected one K"),
+    "Conv1D": (
+        {f"h.0.{r}.weight": weight(*shape) for r, shape in
+         (("attn.c_attn", (32, 96)), ("attn.c_proj", (32, 32)), ("mlp.c_fc", (32, 128)), ("mlp.c_proj", (128, 32)))},
+        r"tensor 'h.0.attn.c_attn.weight': is \[K, N\] = \[32, 96\], .* Conv1D.*; expected .*\n.*--ignore"),
+    "square Conv1D": (
+        {"h.0.attn.c_proj.weight": weight(32, 32), "h.0.mlp.c_fc.weight": weight(32, 128)}, "'h.0.attn.c_proj.weight'"),
     "float64": ({DOWN: ("F64", np.ones((16, 32)))}, "no tensor is quantized", 2),
     "one name": (
         {DOWN: weight(16, 32), f"{DOWN}_packed": ("F32", np.ones((), np.float32))},
@@ -401,6 +479,27 @@ def test_tensors_that_do_not_fit_each_other(tmp_path, case, capsys):
     refused(model_of(tmp_path / "in", tensors), tmp_path, text, *(code_and_options or [3]), capsys=capsys)
 
 
+def test_stacks_of_other_names_are_reported_and_listed(tmp_path, capsys):
+    """Granite, Step 3.5, Aria and DBRX: kept, and left in 16 bits by loaders, which look up all experts of a layer."""
+    moe = "model.layers.0.block_sparse_moe"
+    stacks = [f"{moe}.input_linear.weight", f"{moe}.output_linear.weight", "a.moe.gate_proj.weight"]
+    stacks += ["b.mlp.experts.fc1.weight", "c.ffn.experts.mlp.w1"]
+    shapes = dict.fromkeys(stacks, (2, 64, 32)) | {stacks[-1]: (128, 32)}
+    others = {"d.conv.weight": (64, 32, 32), "d.mixer.taps.weight": (64, 1, 4), "e.experts.down_proj_bias": (16, 32)}
+    tensors = {n: weight(64, 32)[1] for n in [DOWN]} | {n: np.ones(s, np.float32) for n, s in (shapes | others).items()}
+    directory = model_of(tmp_path / "in", tensors)
+    containers = {"a.moe.experts", "b.mlp.experts", "c.ffn.experts", f"{moe}.experts"}
+    listed = containers | {s.removesuffix(".weight") for s in stacks} | {"lm_head"}
+    for layout in ("modelopt", "compressed-tensors"):
+        converted(directory, tmp_path, "--weight-only", "--format", layout, out=layout)
+        assert capsys.readouterr().err.splitlines() == [
+            f"warning: stacks of experts that no reader has in NVFP4 are kept: {', '.join(sorted(stacks))}"
+        ]
+        ignored = open_stored(tmp_path / layout).source.config["quantization_config"]["ignore"]
+        assert set(ignored) == listed if layout == "compressed-tensors" else containers < set(ignored)
+        assert [f for f in lint(tmp_path / layout) if not f.note] == []
+
+
 # ---------------------------------------------------------------- config
 def test_without_a_config(model, tmp_path, capsys):
     (model / "config.json").unlink()
@@ -410,6 +509,40 @@ def test_without_a_config(model, tmp_path, capsys):
     files = converted(model, tmp_path)
     assert "config.json: missing" in capsys.readouterr().err
     assert list(json.loads(files["config.json"])) == ["quantization_config"]
+
+
+QUANTIZED_PARAMS = {"dim": 64, "quantization": {"qformat_weight": "fp8_e4m3"}}
+
+
+@pytest.mark.parametrize("hollow", [None, {}, {"torch_dtype": "bfloat16"}], ids=["no config", "empty", "dtype"])
+def test_the_config_of_mistral(tmp_path, capsys, hollow):
+    """Beside params.json a config.json that describes no model is none: vLLM reads params.json then."""
+    directory = model_of(tmp_path / "in", {"layers.0.feed_forward.w2.weight": weight(64, 32)}, hollow or {})
+    if hollow is None:
+        (directory / "config.json").unlink()
+    (directory / "params.json").write_text(json.dumps({"dim": 64}))
+    quantization = {}
+    for layout in ("modelopt", "compressed-tensors"):
+        files = converted(directory, tmp_path, "--weight-only", "--format", layout, out=layout)
+        assert ("config.json" in files, "hf_quant_config.json" in files) == (False, layout == "modelopt")
+        quantization[layout] = json.loads(files["params.json"])
+        assert [f for f in lint(tmp_path / layout) if not f.note] == []
+    assert quantization["modelopt"] == {"dim": 64}
+    assert quantization["compressed-tensors"].pop("quantization")["quant_method"] == "compressed-tensors"
+    assert quantization["compressed-tensors"] == {"dim": 64}
+    assert list(json.loads(converted(directory, tmp_path, "--format=te", out="te")["config.json"])) == [
+        *(hollow or []),
+        "quantization_config",
+    ]
+    repack_checkpoint(tmp_path / "compressed-tensors", tmp_path / "again", "modelopt")
+    assert files_of(tmp_path / "again").keys() == files_of(tmp_path / "modelopt").keys()
+    dequantize_checkpoint(tmp_path / "compressed-tensors", tmp_path / "back")
+    for out in ("again", "back"):
+        assert json.loads((tmp_path / out / "params.json").read_text()) == {"dim": 64}
+    assert not (tmp_path / "back" / "config.json").exists()
+    (directory / "params.json").write_text(json.dumps(QUANTIZED_PARAMS))
+    text = r"params.json: is quantized already \(fp8_e4m3\); expected a model in high precision"
+    refused(directory, tmp_path, text, 3, capsys=capsys)
 
 
 @pytest.mark.parametrize("text_config", ["text", [], 3, None])

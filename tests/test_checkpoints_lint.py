@@ -14,8 +14,9 @@ import jnvfp4
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, fix_checkpoint, lint, open_checkpoint
 from jnvfp4.checkpoints._files.errors import CheckpointError
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
+from jnvfp4.checkpoints._layouts.loaders import VERSIONS
 from jnvfp4.checkpoints._layouts.stored import layout_of, open_stored
-from jnvfp4.checkpoints._layouts.unsupported import has_fp8_kv_cache
+from jnvfp4.checkpoints._layouts.unsupported import kv_cache
 from jnvfp4.checkpoints.rules import RULES
 from jnvfp4.cli import main
 
@@ -138,6 +139,23 @@ def padded(module=f"{ATTENTION}.k_proj", swizzle=False, as_bytes=False, flat=Fal
     return put("scales", change, module)
 
 
+def experts_of(b: Broken) -> list[str]:
+    """The experts' modules, whose 128x8 block scales are whole tiles."""
+    return [f"{MOE}.experts.{e}.{role}_proj" for e in range(3) for role in ("gate", "up", "down")]
+
+
+def unmarked(b: Broken, module: str) -> None:
+    """Rows of different sizes, as models have, in the order of tiles."""
+    rows = np.exp(np.random.default_rng(0).normal(0, 0.5, (128, 1)))
+    put("scales", lambda x: tiled((rows * np.ones(x.shape)).astype(E4M3), True).view(E4M3), module)(b)
+
+
+def blocks_of_32(b: Broken, module: str) -> None:
+    put("scales", lambda x: x[:, ::2], module)(b)
+    for section in (b.quantization, b.hf_quant["quantization"]):
+        section["group_size"] = 32
+
+
 def moved(module, to):
     """The parts of a quantized weight, as those of another module, whose 16-bit weight they replace."""
 
@@ -148,7 +166,7 @@ def moved(module, to):
             b.quantization["ignore"],
             *([b.hf_quant["quantization"]["exclude_modules"]] if b.hf_quant else []),
         ]:
-            listed.remove(to)
+            listed[:] = [name for name in listed if name != to]
 
     return broken
 
@@ -218,10 +236,13 @@ BROKEN = [
     ("input-scale-zero", "subnormal", value("activation", 1e-39), (MODELOPT,), True),
     ("input-scale-zero", "o_proj", value("activation", 0, f"{ATTENTION}.o_proj"), ANY, False),
     ("input-scale-one", "an expert", value("activation", 1), ANY, True),
+    ("input-scale-one", "all experts", both(*(value("activation", 1, f"{MOE}.experts.{e}.{r}_proj") for e in range(3)
+                                              for r in ("gate", "up", "down"))), ANY, False),
     ("input-scale-one", "o_proj", value("activation", 1, f"{ATTENTION}.o_proj"), ANY, False),
     ("fused-globals", "up", scaled(1.5), ANY, True),
     ("fused-globals", "up, smaller", scaled(0.4), ANY, True),
     ("fused-globals", "q", scaled(1.5, f"{ATTENTION}.q_proj"), ANY, True),
+    ("fused-globals", "too far apart to be rounded again", scaled(1 / 100), ANY, False),
     ("fused-globals", "k", scaled(1.01, f"{ATTENTION}.k_proj"), ANY, True),
     *(("bad-globals", str(x), value("global_scale", x, DOWN), ANY, False) for x in (0, np.nan, np.inf, -1)),
     ("bad-globals", "KV", both(kv, entry("kv_cache_scheme", {"num_bits": 8, "type": "float"}),
@@ -234,7 +255,11 @@ BROKEN = [
     ("padded-scales", "swizzled, whole tiles of rows", padded(f"{ATTENTION}.q_proj", swizzle=True), ANY, True),
     ("padded-scales", "swizzled bytes", padded(swizzle=True, as_bytes=True, flat=True), ANY, True),
     ("padded-scales", "swizzled bytes of whole tiles", padded(UP, swizzle=True, as_bytes=True, flat=True), ANY, True),
+    ("padded-scales", "unmarked tiles", lambda b: [unmarked(b, m) for m in list(experts_of(b))], ANY, False),
     ("padded-scales", "one axis of whole tiles", padded(UP, flat=True), ANY, False),
+    ("parts", "blocks of 32", lambda b: [blocks_of_32(b, m) for m in experts_of(b)], (MODELOPT,), False),
+    ("parts", "blocks of 32, and a group size", both(lambda b: blocks_of_32(b, UP), entry("group_size", 32, HF_QUANT)),
+     (MODELOPT,), False),
     ("parts", "no scales", without("scales"), ANY, False),
     ("parts", "no global", without("global_scale"), ANY, False),
     ("parts", "half", put("scales", lambda x: x[:, :4], UP), ANY, False),
@@ -245,7 +270,8 @@ BROKEN = [
     ("experts-differ", "dtype", in_16_bits, (CT,), False),
     ("experts-differ", "missing", lambda b: [without(p, DOWN)(b) for p in b.layout.parts(DOWN)._fields], ANY, False),
     ("quantized-router", "", moved(UP, ROUTER), ANY, False),
-    ("quantized-head", "", moved(UP, HEAD), ANY, False),
+    ("quantized-head", "lm_head", moved(UP, HEAD), ANY, False),
+    ("quantized-head", "embedding", moved(UP, "model.embed_tokens"), ANY, False),
     ("ranks", "", short_k, ANY, False),
     ("kv-scales", "", kv, ANY, True),
     ("kv-scales", "rotations", both(kv, entry("transform_config", {"a": 1})), ANY, False),
@@ -297,11 +323,13 @@ def test_a_broken_checkpoint_is_found_and_fixed(tmp_path, sound, capsys, layout,
     assert {f.rule for f in found} == {rule}
     assert {f.fixable for f in found} == {fixable}
     assert rule != "experts-differ" or [f.where for f in found] == [DOWN]
-    assert {f.note for f in found} == {rule == "ranks"}
-    code = 0 if rule == "ranks" else 1
+    note = rule == "ranks" or name in ("lm_head", "all experts")
+    assert {f.note for f in found} == {note}
+    code = 0 if note else 1
     assert main(["lint", str(path)]) == code
     text = capsys.readouterr().out
-    assert all(words in text for words in (rule, RULES[rule].breaks, RULES[rule].do, found[0].where))
+    words = (rule, RULES[rule].breaks, RULES[rule].do, found[0].where, *(f"{n} {v}" for n, v in VERSIONS.items()))
+    assert all(w in text for w in words)
     assert main(["lint", str(path), "--fix", str(out), "--json"]) == (0 if fixable else code)
     told = json.loads(capsys.readouterr().out)
     assert out.exists() == bool(told["fixed"]) == fixable
@@ -437,6 +465,42 @@ def test_fused_weights_get_the_largest_scale_and_nearly_the_same_values(tmp_path
             assert w.scales.view(E4M3).tobytes() == exact.astype(E4M3).tobytes()
             x, y = v.values(), w.values()
             assert 0 < np.linalg.norm(x - y) < 0.04 * np.linalg.norm(x)
+
+
+FUSED_ROLES = (
+    ("linear_attn", ("in_proj_qkv", "in_proj_z")),  # Qwen3.5; with in_proj_b and in_proj_a
+    ("attn1", ("to_q", "to_k", "to_v")),
+    ("attn2", ("to_k", "to_v")),
+    ("attn", ("add_q_proj", "add_k_proj", "add_v_proj")),
+    ("attention", ("wq", "wk", "wv")),
+    ("self_attn", ("index_q_proj", "index_k_proj", "index_v_proj")),
+    ("self_attn", ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")),  # Kimi Linear
+    ("mlp", ("c_fc_0", "c_fc_1")),
+    ("mlp", ("fc1", "fc3")),
+    ("attention.self", ("query", "key", "value")),
+)
+APART = (("mlp", ("fc1", "fc2")), ("attn2", ("to_q", "to_k")), ("crossattention", ("query", "key")))
+
+
+@pytest.mark.parametrize(("parent", "roles"), FUSED_ROLES + APART)
+def test_what_loaders_fuse_has_one_global_scale(tmp_path, parent, roles):
+    """Standard deviations of 0.02 and 0.2 give one global scale; lint finds several in a file, and --fix mends them."""
+    modules = [f"model.layers.0.{parent}.{role}" for role in roles]
+    deviations = dict(zip(modules, (0.02, *[0.2] * len(modules)), strict=False))
+    tensors = {f"{m}.weight": array(64, 64) * np.asarray(v, ml_dtypes.bfloat16) for m, v in deviations.items()}
+    model, apart = model_of(tmp_path / "model", tensors), tmp_path / "apart"
+    convert_checkpoint(model, tmp_path / "out", ConvertOptions(weight_only=True))
+    b, fused = Broken(tmp_path / "out"), roles not in [r for _, r in APART]
+    one = {b.tensors[b.part(m, "global_scale")][1].item() for m in modules}
+    assert len(one) == (1 if fused else 2)
+    assert lint(tmp_path / "out") == []
+    for m in modules:
+        convert_checkpoint(model_of(tmp_path / m, {f"{m}.weight": tensors[f"{m}.weight"]}), tmp_path / f"{m}-out")
+        b.tensors |= {n: t for n, t in Broken(tmp_path / f"{m}-out").tensors.items() if not n.endswith("input_scale")}
+    assert [(f.rule, f.fixable) for f in lint(b.write(apart))] == [("fused-globals", True)] * fused
+    if fused:
+        fix_checkpoint(apart, tmp_path / "fixed")
+        assert lint(tmp_path / "fixed") == []
 
 
 @pytest.mark.parametrize("layout", ANY)
@@ -620,7 +684,7 @@ def test_scales_of_a_cache_in_another_format_are_no_finding(tmp_path, sound):
     both(kv, entry("kv_cache_quant_algo", "NVFP4", HF_QUANT))(b)
     path = b.write(tmp_path / "kv")
     assert lint(path) == []
-    assert not has_fp8_kv_cache(open_source(path))
+    assert kv_cache(open_source(path)) == "NVFP4"
 
 
 def test_layout_te_has_nothing_to_fix(tmp_path):
@@ -702,7 +766,7 @@ def test_block_scales_are_read_by_slices(tmp_path, sound, monkeypatch):
     block_scale(0x7F)(b)
     names.clear()
     assert [f.found for f in lint(b.write(tmp_path / "broken"))] == ["has 1 NaN of 1024"]
-    assert names.count(b.part(UP, "scales")) == 8
+    assert names.count(b.part(UP, "scales")) == 8 + 1  # once for the order
     assert not [n for n in names if not re.search("scale", n)]
 
 

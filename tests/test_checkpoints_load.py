@@ -66,7 +66,6 @@ def nvfp4_with(directory, layout="modelopt", tensors=(), change=lambda config, h
 
 # By what else is stored: the tensors, and the tensor and the module that the error names.
 OTHER_FORMATS = {
-    "FP8, a scale of another name": ({"q_proj.weight": FP8, "q_proj.scale": ONE}, "q_proj.scale", "q_proj"),
     "FP8 activations": ({"q_proj.weight": ("BF16", array(16, 32)), "q_proj.input_scale": ONE},
                         "q_proj.input_scale", "q_proj"),
     "MXFP4": ({"q_proj.weight": ("U8", np.zeros((16, 16), np.uint8)),
@@ -91,10 +90,6 @@ OTHER_FORMATS = {
         "q_proj.weight_scale_inv", "q_proj"),
     "SVDQuant": ({"o_proj.svdquant_lora_a": ("BF16", array(4, 32))}, "o_proj.svdquant_lora_a", "o_proj"),
     "order of columns": ({"o_proj.weight_g_idx": ("I32", np.zeros(32, np.int32))}, "o_proj.weight_g_idx", "o_proj"),
-    "FP8 experts in one tensor": (
-        {"experts.down_proj": ("F8_E4M3", np.ones((2, 16, 32), ml_dtypes.float8_e4m3fn)),
-         "experts.down_proj_weight_scale": ("F32", np.ones(2, np.float32))},
-        "experts.down_proj_weight_scale", "experts.down_proj"),
     **{name: ({f"o_proj.{name}": ONE}, f"o_proj.{name}", "o_proj")
        for name in ("weight_zero_point", "svdquant_lora_b", "q_scale", "kv_scale", "output_scale")},
 }  # fmt: skip
@@ -179,12 +174,6 @@ OTHER_CONFIGS = {
         CT, entries(transform_config={"config_groups": {"R1": {"type": "hadamard"}}}),
         r"transform_config is {.*}; expected {} or {"),
     "sparsity": (CT, entries(sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config\.format is 'sparse-"),
-    "KV cache": (("modelopt",), of_hf_quant(kv_cache_quant_algo="NVFP4"), "'NVFP4'; expected FP8 or none\n"),
-    "scheme of the KV cache": (
-        ("modelopt", *CT), entries(kv_cache_scheme=FP8_ARGUMENTS | {"num_bits": 4}),
-        "kv_cache_scheme is {.*; expected FP8 or none\n"),
-    "dynamic scheme": (CT, entries(kv_cache_scheme=FP8_ARGUMENTS | {"dynamic": True}), "kv_cache_scheme is {"),
-    "scheme without bits": (CT, entries(kv_cache_scheme={"dynamic": False}), "kv_cache_scheme is {'dynamic': False};"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ those of a plain NumPy model.
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -26,12 +27,16 @@ from jnvfp4.checkpoints import (
     convert_checkpoint,
     dequantize_checkpoint,
     diff,
+    fix_checkpoint,
     inspect,
+    lint,
     open_checkpoint,
     repack_checkpoint,
     verify_checkpoint,
 )
+from jnvfp4.checkpoints._files.safetensors import TAGS, Planned, writing
 from jnvfp4.checkpoints._files.source import CONFIG, HF_QUANT, open_source
+from jnvfp4.checkpoints._layouts.stored import open_stored
 from jnvfp4.cli import main
 
 LAYER = "model.layers.0"
@@ -379,6 +384,325 @@ def test_factors_of_awq(tmp_path, capsys):
         repack_checkpoint(path, tmp_path / "back", "compressed-tensors")
 
 
+# ---------------------------------------------------------------- other forms of NVFP4
+def in_tiles(x: np.ndarray) -> np.ndarray:
+    """Block scales in cuBLAS's order, entry by entry: comfy-kitchen's ``to_blocked``."""
+    n, k = -(-x.shape[0] // 128) * 128, -(-x.shape[1] // 4) * 4
+    out = np.zeros(n * k, np.uint8)
+    for r, c in np.ndindex(x.shape):
+        out[(r // 128 * (k // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = x.view(np.uint8)[r, c]
+    return out.reshape(n, k).view(x.dtype)
+
+
+def comfy(mark, in_metadata="", n=160, k=320):
+    """A layer as ComfyUI has it: the even element in the high half; a mark in a tensor, or in the file's metadata."""
+    parts, values = nvfp4("modelopt", n=n, k=k)
+    parts["weight"] = parts["weight"] >> 4 | parts["weight"] << 4
+    parts["weight_scale"] = in_tiles(parts["weight_scale"])
+    if not in_metadata:
+        parts["comfy_quant"] = np.frombuffer(json.dumps(mark).encode(), np.uint8)
+    return parts, values, json.dumps({"layers": {in_metadata: mark}}) if in_metadata else "{}"
+
+
+def blocks_of_32(*_):
+    parts, _ = nvfp4("modelopt")
+    halved = np.ascontiguousarray(parts["weight_scale"][:, ::2])
+    values = nvfp4_values(parts["weight"], np.repeat(halved, 2, 1), parts["weight_scale_2"])
+    return {**parts, "weight_scale": halved}, values, "{}"
+
+
+def test_marked_mxfp8_is_a_source_of_conversions(tmp_path):
+    """Whole tiles have the shape of rows."""
+    codes, exponents = array(128, 128).astype(E4M3), e8m0(128, 4)
+    mark = np.frombuffer(b'{"format": "mxfp8"}', np.uint8)
+    parts = {"weight": codes, "weight_scale": in_tiles(exponents), "comfy_quant": mark}
+    path = other_form(tmp_path / "in", parts, "{}")
+    options = ConvertOptions(dequantize_input="fp8", targets=(BLOCK,))
+    convert_checkpoint(path, tmp_path / "out", options)
+    assert verify_checkpoint(path, tmp_path / "out")[-1].error.relative_error < 0.12
+    want = {f"{BLOCK}.weight": e8m0_values(codes, exponents, (1, 32)).astype(BF16)}
+    convert_checkpoint(model_of(tmp_path / "bf16", want), tmp_path / "want", replace(options, dequantize_input="none"))
+    (got, want) = (open_source(tmp_path / n) for n in ("out", "want"))
+    assert all(got.array(n).tobytes() == want.array(n).tobytes() for n in want.places)
+
+
+BLOCK = "model.diffusion_model.blocks.0.attn1.to_q"
+OTHER_FORMS = {
+    "a mark": (lambda: comfy({"format": "nvfp4"}), {}),
+    "a mark with known entries": (lambda: comfy({"format": "nvfp4", "full_precision_matrix_mult": True,
+                                                 "group_size": 16, "convrot": False}), {}),
+    "whole tiles": (lambda: comfy({"format": "nvfp4"}, n=128, k=64), {}),
+    "metadata": (lambda: comfy({"format": "nvfp4"}, BLOCK), {}),
+    "metadata without the prefix": (lambda: comfy("nvfp4", BLOCK.removeprefix("model.diffusion_model.")), {}),
+    "blocks of 32": (blocks_of_32, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4",
+                                                            "group_size": 32}}),
+    "blocks of 32 in a layer": (blocks_of_32, {"quantization_config": {
+        "quant_method": "modelopt", "quant_algo": "mixed_precision",
+        "quantized_layers": {BLOCK: {"quant_algo": "nvfp4", "group_size": 32}}}}),
+    "(3,)": (lambda: with_numbers((3,)), {}),
+    "(1, 1)": (lambda: with_numbers((1, 1)), {}),
+    "(2,)": (lambda: with_numbers((2,)), {}),
+}  # fmt: skip
+
+
+def with_numbers(shape):
+    """Several equal global scales; of the activations' scales the largest counts."""
+    parts, values = nvfp4("modelopt")
+    several = np.full(shape, parts["weight_scale_2"], np.float32)
+    inputs = np.linspace(0.125, 0.25, several.size, dtype=np.float32).reshape(shape)
+    inputs.flat[-1] = 0.25
+    return {**parts, "weight_scale_2": several, "input_scale": inputs}, values, "{}"
+
+
+def other_form(directory, parts, metadata, config=None, module=BLOCK) -> Path:
+    tensors = {f"{module}.{name}": (TAGS[x.dtype], x) for name, x in parts.items()}
+    directory.mkdir(parents=True)
+    write(directory / "model.safetensors", {"bias": ("F32", np.ones(3, np.float32)), **tensors},
+          {"_quantization_metadata": metadata})  # fmt: skip
+    (directory / CONFIG).write_text(json.dumps({"model_type": "flux", **(config or {})}))
+    return directory
+
+
+@pytest.mark.parametrize("case", OTHER_FORMS)
+def test_other_forms_are_read_as_rows_of_blocks_of_16(tmp_path, case):
+    make, config = OTHER_FORMS[case]
+    parts, values, metadata = make()
+    path, name = other_form(tmp_path / "in", parts, metadata, config), f"{BLOCK}.weight"
+    checkpoint = open_checkpoint(path)
+    assert set(checkpoint) == {name, "bias"}
+    got = checkpoint[name]
+    np.testing.assert_array_equal(nvfp4_values(np.asarray(got.data), np.asarray(got.scale), got.amax / 2688), values)
+    assert checkpoint.input_amax(name) == 2688 * 0.25
+    assert checkpoint.shape(name) == values.shape
+    dequantize_checkpoint(path, tmp_path / "plain", "F32")
+    np.testing.assert_array_equal(open_source(tmp_path / "plain").array(name), values)
+    assert set(open_source(tmp_path / "plain").places) == {name, "bias"}
+    (record,) = (r for r in verify_checkpoint(tmp_path / "plain", path) if r.error)
+    assert record.error.relative_error == 0
+    for layout in KV_NAMES:
+        repack_checkpoint(path, tmp_path / layout, layout)
+        out = open_checkpoint(tmp_path / layout)
+        assert (out[name].data == got.data).all()
+        assert out[name].scale.tobytes() == got.scale.tobytes()
+        assert not lint(tmp_path / layout)
+        assert not open_stored(tmp_path / layout).source.views
+        assert replace(diff(path, tmp_path / layout), configs=[]).same
+    assert inspect(path)["quantized"] == [BLOCK]
+    assert not any(f.fixable for f in lint(path))
+    assert fix_checkpoint(path, tmp_path / "fixed") == {}
+
+
+MARKS = {
+    "format": ({"format": "svdquant_w4a4"}, r"weight': is marked \{'format': 'svdquant_w4a4'\}; expected .* nvfp4"),
+    "no format": ({}, r"is marked \{\}"),
+    "a list": ({"format": ["nvfp4"]}, "is marked"),
+    "rotated": ({"format": "nvfp4", "convrot": True}, "is marked .*convrot"),
+    "group size": ({"format": "nvfp4", "group_size": 32}, "is marked .*32"),
+    "no JSON": (None, "comfy_quant is not valid JSON"),
+    "no such layer": ({"format": "nvfp4"}, "x.weight': is marked"),
+    "shape": ({"format": "nvfp4"}, r"weight_scale': has shape \[160, 20\]; expected \[256, 20\]"),
+}
+
+
+@pytest.mark.parametrize("case", MARKS)
+def test_unknown_marks_are_refused(tmp_path, case):
+    mark, text = MARKS[case]
+    parts, _, metadata = comfy(mark, "x" if case == "no such layer" else "")
+    if case == "no JSON":
+        parts["comfy_quant"] = np.frombuffer(b'{"format": "nvfp4"}\0\0', np.uint8)
+    if case == "shape":
+        parts["weight_scale"] = nvfp4("modelopt", n=160, k=320)[0]["weight_scale"]
+    path = other_form(tmp_path / "in", parts, metadata)
+    for read in (open_checkpoint, lint, inspect):
+        with pytest.raises(CheckpointError, match=text):
+            read(path)
+
+
+def test_blocks_of_32_need_a_config_that_says_so(tmp_path):
+    parts, *_ = blocks_of_32()
+    text = r"weight_scale': is F8_E4M3 \[32, 2\]; expected F8_E4M3 \[32, 4\](.|\n)*a config has group_size 32"
+    with pytest.raises(CheckpointError, match=text):
+        open_checkpoint(other_form(tmp_path / "in", parts, "{}"))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1), (2, 2), (2, 2, 1)])
+@pytest.mark.parametrize("equal", [True, False])
+def test_global_scales_of_stacks_have_other_shapes(tmp_path, shape, equal):
+    name = f"{LAYER}.mlp.experts.gate_up_proj"
+    parts, values = zip(*(nvfp4("modelopt", seed) for seed in range(2)), strict=True)
+    stack = {part: np.stack([p[part] for p in parts]) for part in ("weight", "weight_scale", "input_scale")}
+    numbers = np.broadcast_to(np.float32([1, 2]).reshape(2, *[1] * (len(shape) - 1)), shape) * np.float32(2.0**-9)
+    if not equal and np.prod(shape) > 2:
+        numbers = numbers * np.float32([1, 1.5]).reshape(1, 2, *[1] * (len(shape) - 2))
+    tensors = {name: stack["weight"], f"{name}_weight_scale": stack["weight_scale"],
+               f"{name}_weight_scale_2": numbers, f"{name}_input_scale": stack["input_scale"][:, None]}  # fmt: skip
+    path = model_of(tmp_path / "in", tensors)
+    if not equal and np.prod(shape) > 2:
+        with pytest.raises(
+            CheckpointError, match=r"gate_up_proj_weight_scale_2': is .* with different numbers for one"
+        ):
+            open_checkpoint(path)
+        return
+    want = np.stack([values[0], 2 * values[1]])
+    dequantize_checkpoint(path, tmp_path / "out", "F32")
+    np.testing.assert_array_equal(open_source(tmp_path / "out").array(name), want)
+    assert open_checkpoint(path).input_amax(name).tolist() == [2688 * 0.25] * 2
+    repack_checkpoint(path, tmp_path / "repacked", "modelopt")
+    assert open_source(tmp_path / "repacked").entry(f"{name}_weight_scale_2").shape == (2,)
+
+
+# ---------------------------------------------------------------- other formats beside NVFP4
+def e8m0(*shape, low=110, high=130):
+    return np.random.default_rng(9).integers(low, high, shape, np.uint8)
+
+
+def e8m0_values(codes, exponents, unit):
+    factors = np.ldexp(np.float32(1), exponents.astype(int) - 127)
+    factors = np.repeat(np.repeat(factors, unit[0], -2), unit[1], -1)[..., : codes.shape[-2], : codes.shape[-1]]
+    return codes.astype(np.float32) * factors
+
+
+STACK = f"{LAYER}.mlp.experts.gate_up_proj"
+E8 = ml_dtypes.float8_e8m0fnu
+BESIDE = {  # the name of the codes, their shape, the name of the scales, them, what shares one, the granularity
+    "MXFP8": (f"{ATTENTION}.q_proj.weight", (N, 160), "_scale", e8m0(N, 5), (1, 32), "MXFP8"),
+    "MXFP8, F8_E8M0": (f"{ATTENTION}.q_proj.weight", (N, 160), "_scale", e8m0(N, 5).view(E8), (1, 32), "MXFP8"),
+    "DeepSeek-V4": (f"{ATTENTION}.q_proj.weight", (N, 160), ".scale", e8m0(2, 2).view(E8), (128, 128), "128x128"),
+    "stack": (STACK, (2, N, 160), "_scale_inv", POSITIVE[:4, :2].reshape(2, 2, 2), (128, 128), "128x128"),
+    "stack, per expert": (STACK, (2, N, 160), "_weight_scale", POSITIVE[:2, 0], (N, 160), "per tensor"),
+    "stack, per row": (STACK, (2, N, 160), "_weight_scale", POSITIVE[:, :2].T, (1, 160), "per channel"),
+    "stack of MXFP8": (STACK, (2, N, 160), "_weight_scale", e8m0(2, N, 5), (1, 32), "MXFP8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_formats_of_8_bits_beside_nvfp4(tmp_path, case):
+    name, shape, suffix, scales, unit, granularity = BESIDE[case]
+    codes, expert = array(*shape).astype(E4M3), nvfp4("modelopt")[0]
+    scale_name = (name.removesuffix(".weight") if suffix == ".scale" else name) + suffix
+    scales = np.ascontiguousarray(scales)
+    tensors = {f"{EXPERT}.{p}": x for p, x in expert.items()} | {name: codes, scale_name: scales}
+    path = model_of(tmp_path / "in", tensors)
+    numbers = scales.view(np.uint8) if scales.dtype != np.float32 else scales
+    if numbers.dtype == np.uint8:
+        want = e8m0_values(codes, numbers, unit)
+    else:
+        rows = -(-shape[-2] // unit[0])
+        factors = numbers.reshape(shape[0], rows, -1)
+        want = codes.astype(np.float32) * np.repeat(np.repeat(factors, unit[0], 1), unit[1], 2)[:, :N, :160]
+    dequantize_checkpoint(path, tmp_path / "out", "F32")
+    np.testing.assert_array_equal(open_source(tmp_path / "out").array(name), want)
+    checkpoint = open_checkpoint(path)
+    assert set(checkpoint) == {f"{EXPERT}.weight", name}
+    np.testing.assert_array_equal(checkpoint[name], want.astype(BF16))
+    assert inspect(path)["fp8"] == {name.removesuffix(".weight"): granularity}
+    verify_checkpoint(tmp_path / "out", path)
+    assert diff(path, path).same
+    convert_checkpoint(model_of(tmp_path / "fp8", {n: tensors[n] for n in (name, scale_name)}), tmp_path / "nvfp4",
+                       ConvertOptions(dequantize_input="fp8", expert_layout="nk"))  # fmt: skip
+    assert inspect(tmp_path / "nvfp4")["quantized"] == [name.removesuffix(".weight")]
+
+
+def test_names_of_formats_in_any_case(tmp_path):
+    """And those of TensorRT-LLM."""
+    for algorithm in ("FP8_BLOCK_SCALES", "fp8", "MXFP8", "fp8_pb_wo"):
+        path, values = mixed(tmp_path / algorithm)
+        config = json.loads((path / CONFIG).read_text())
+        layers = config["quantization_config"]["quantized_layers"]
+        layers[f"{ATTENTION}.q_proj"]["quant_algo"], layers[EXPERT]["quant_algo"] = algorithm, "nvfp4"
+        config["quantization_config"]["quant_algo"] = "mixed_precision"
+        (path / CONFIG).write_text(json.dumps(config))
+        assert set(values) < set(open_checkpoint(path))
+    (path / CONFIG).write_text(json.dumps({**config, "quantization_config": {"quant_method": "modelopt", "quant_algo":
+                                                                             "int4_awq"}}))  # fmt: skip
+    with pytest.raises(CheckpointError, match="quant_algo is 'int4_awq'"):
+        open_checkpoint(path)
+
+
+def test_dtypes_of_less_than_a_byte_are_copied(tmp_path):
+    expert, _ = nvfp4("modelopt")
+    packed = {"a.f4": ("F4", (3, 32), 16), "b.f6": ("F6_E2M3", (2, 16), 12), "c.f6": ("F6_E3M2", (4,), 3),
+              "d.odd": ("F4", (2, 3), None)}  # fmt: skip
+    plan = [Planned(f"{EXPERT}.{n}", TAGS[x.dtype], x.shape) for n, x in expert.items()]
+    plan += [Planned(name, tag, shape) for name, (tag, shape, _) in packed.items()]
+    (tmp_path / "in").mkdir()
+    with writing(tmp_path / "in" / "model.safetensors", plan, {}) as out:
+        for n, x in expert.items():
+            out.put(f"{EXPERT}.{n}", x)
+        for name in packed:
+            out.put(name, np.arange(Planned(name, *packed[name][:2]).nbytes, dtype=np.uint8))
+    dequantize_checkpoint(tmp_path / "in", tmp_path / "out")
+    source, got = open_source(tmp_path / "in"), open_source(tmp_path / "out")
+    for name, (tag, shape, last) in packed.items():
+        assert (got.entry(name).tag, got.entry(name).shape) == (tag, shape)
+        assert got.read(name).tobytes() == source.read(name).tobytes() == bytes(range(got.entry(name).nbytes))
+        assert got.read(name).shape == ((*shape[:-1], last) if last else (3,))
+        assert open_checkpoint(tmp_path / "in")[name].dtype == np.uint8
+
+
+def test_activations_in_fp8_have_another_scale(tmp_path):
+    """W4A8_NVFP4_FP8: input_scale is amax / 448."""
+    expert, values = nvfp4("modelopt")
+    numbers = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    group = {"weights": numbers, "input_activations": {"num_bits": 8, "type": "float"}, "targets": ["Linear"]}
+    layers = {EXPERT: {"quant_algo": "W4A8_NVFP4_FP8"}}
+    for i, section in enumerate(({"quant_algo": "W4A8_NVFP4_FP8", "config_groups": {"group_0": group}},
+                                 {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})):  # fmt: skip
+        config = {"quantization_config": {"quant_method": "modelopt", **section}}
+        path = model_of(tmp_path / f"in{i}", {f"{EXPERT}.{p}": x for p, x in expert.items()}, config)
+        assert open_checkpoint(path).input_amax(f"{EXPERT}.weight") == pytest.approx(448 * 0.25)
+        with pytest.warns(UserWarning, match="the activations of 1 weights are FP8, and FP4 in the output"):
+            repack_checkpoint(path, tmp_path / f"out{i}", "modelopt")
+        assert open_checkpoint(tmp_path / f"out{i}").input_amax(f"{EXPERT}.weight") == pytest.approx(448 * 0.25)
+        dequantize_checkpoint(path, tmp_path / f"plain{i}", "F32")
+        np.testing.assert_array_equal(open_source(tmp_path / f"plain{i}").array(f"{EXPERT}.weight"), values)
+
+
+OTHER_CACHES = {"NVFP4": "NVFP4", "nvfp4_affine": "NVFP4_AFFINE", "INT8": "INT8", "dict": "NVFP4", "unknown": None}
+
+
+@pytest.mark.parametrize("claim", OTHER_CACHES)
+def test_a_cache_in_another_format_changes_no_weight(tmp_path, claim):
+    expert, values = nvfp4("modelopt")
+    scales = {f"{ATTENTION}.{p}_proj.{p}_{part}": np.float32(0.5 if part == "scale" else -0.5) for p in "kv"
+              for part in ("scale", "bias")}  # fmt: skip
+    scheme = {"dict": {"num_bits": 4, "type": "float", "dynamic": False}, "unknown": {"dynamic": True}}.get(
+        claim, claim
+    )
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_scheme": scheme}}
+    path = model_of(tmp_path / "in", {f"{EXPERT}.{p}": x for p, x in expert.items()} | scales, config)
+    text = f"the KV cache is {OTHER_CACHES[claim] or scheme}"
+    with pytest.warns(UserWarning, match=text):
+        checkpoint = open_checkpoint(path)
+    assert checkpoint.keys() == {f"{EXPERT}.weight", *scales}
+    assert text in inspect(path)["warnings"][-1]
+    told = []
+    repack_checkpoint(path, tmp_path / "modelopt", "modelopt", warn=told.append)
+    assert [t.startswith(text) for t in told] == [True] * (claim == "unknown")
+    written = json.loads((tmp_path / "modelopt" / HF_QUANT).read_text())["quantization"]["kv_cache_quant_algo"]
+    assert written == OTHER_CACHES[claim]
+    assert not [f for f in lint(tmp_path / "modelopt") if not f.note and f.rule != "kv-scales"]
+    assert set(scales) < set(open_source(tmp_path / "modelopt").places)
+    told.clear()
+    repack_checkpoint(path, tmp_path / "ct", "compressed-tensors", warn=told.append)
+    assert [t.startswith(text) for t in told] == [True] * (OTHER_CACHES[claim] != "NVFP4")
+    with pytest.warns(UserWarning, match="4 scales of a KV cache"):
+        dequantize_checkpoint(path, tmp_path / "plain", "F32")
+    np.testing.assert_array_equal(open_source(tmp_path / "plain").array(f"{EXPERT}.weight"), values)
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp4", None])
+def test_mlx_is_named(tmp_path, mode):
+    tensors = {f"{EXPERT}.weight": np.zeros((16, 8), np.uint32), f"{EXPERT}.scales": np.ones((16, 4), np.uint8),
+               "norm.weight": array(16), f"{LAYER}.mlp.down_proj.weight": array(16, 64)}  # fmt: skip
+    section = {"group_size": 16, "bits": 4, **({"mode": mode} if mode else {})}
+    path = model_of(tmp_path / "in", tensors, {"model_type": "llama", "quantization": section})
+    for read in (open_checkpoint, lint, lambda p: convert_checkpoint(p, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=f"quantization is MLX's, mode '{mode or 'affine'}'"):
+            read(path)
+    assert any("MLX" in w for w in inspect(path)["warnings"])
+
+
 # ---------------------------------------------------------------- FP8 alone, as the source of a conversion
 @every_granularity
 def test_fp8_is_a_source_of_conversions(tmp_path, layout, granularity):
@@ -570,3 +894,51 @@ def test_a_group_in_mxfp4_in_part_is_refused(tmp_path):
     path = model_of(tmp_path / "in", tensors, {"model_type": "gpt_oss"})
     with pytest.raises(CheckpointError, match=r"up_proj': is in MXFP4, or shares .*; expected all of a group in MXFP4"):
         convert_checkpoint(path, tmp_path / "out", MXFP4)
+
+
+MODULES = {
+    "mxfp4-pack-quantized": ("weight_packed", np.uint8, "weight_scale", np.uint8),
+    "Model Optimizer": ("weight", np.uint8, "weight_scale", np.uint8),
+    "DeepSeek-V4": ("weight", np.int8, "scale", E8),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_mxfp4_of_modules(tmp_path, case):
+    """Beside an FP8 weight, which is decoded too."""
+    codes, dtype, scale, scale_dtype = MODULES[case]
+    rng, expert = np.random.default_rng(1), f"{LAYER}.mlp.experts.0"
+    tensors, want = {"model.norm.weight": array(16)}, {}
+    for role in ("w1", "w3", "w2"):
+        blocks, exponents = rng.integers(0, 256, (32, 3, 16), np.uint8), rng.integers(110, 120, (32, 3), np.uint8)
+        tensors[f"{expert}.{role}.{codes}"] = blocks.reshape(32, 48).view(dtype)
+        tensors[f"{expert}.{role}.{scale}"] = exponents.view(scale_dtype)
+        q = E2M1[np.stack([blocks & 15, blocks >> 4], -1)].reshape(32, 3, 32)
+        want[f"{expert}.{role}.weight"] = np.ldexp(q, exponents.astype(int)[..., None] - 127).reshape(32, 96)
+    tensors |= {f"{expert}.w2.input_scale": np.float32(1), f"{ATTENTION}.o_proj.weight": array(32, 32).astype(E4M3),
+                f"{ATTENTION}.o_proj.weight_scale": np.float32(0.5)}  # fmt: skip
+    path = model_of(tmp_path / "in", tensors, {"quantization_config": {"quant_method": "mxfp4"}})
+    result = convert_checkpoint(path, tmp_path / "out", replace(MXFP4, ignore=("*o_proj",)))
+    assert {*result.inexact_blocks.values()} == {0}
+    dequantize_checkpoint(tmp_path / "out", tmp_path / "plain", "F32")
+    got = open_source(tmp_path / "plain")
+    assert set(got.places) == {*want, "model.norm.weight", f"{ATTENTION}.o_proj.weight"}
+    for name, values in want.items():
+        np.testing.assert_array_equal(got.array(name), values)
+    verify_checkpoint(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("config", "warns"), [
+    ({"attn_output_gate": True}, True), ({"model_type": "qwen3_next"}, True), ({"model_type": "qwen3"}, False),
+    ({"text_config": {"model_type": "qwen3_5_moe_text"}}, True), ({"attn_output_gate": False}, False),
+    ({"model_type": "qwen3_next", "attn_output_gate": False}, False),
+])  # fmt: skip
+def test_a_gate_in_q_is_warned_about(tmp_path, config, warns):
+    """Half of its rows; Model-Optimizer 2091."""
+    tensors = {f"{ATTENTION}.{role}_proj.weight": array(32, 64) for role in "qkvo"}
+    path = model_of(tmp_path / "in", tensors, config)
+    warnings = convert_checkpoint(path, tmp_path / "out").warnings
+    assert any("is a gate" in w and "--ignore '*.q_proj'" in w for w in warnings) == warns
+    kept = convert_checkpoint(path, tmp_path / "kept", ConvertOptions(ignore=("*.q_proj",)))
+    assert not any("is a gate" in w for w in kept.warnings)
+    assert inspect(tmp_path / "kept")["quantized"] == [f"{ATTENTION}.o_proj"]

@@ -45,6 +45,20 @@ ROUTERS = (
 )
 HEADS = ("lm_head", "embed_out", "output_layer", "output", "model.layers.61.shared_head.head", "score")
 EMBEDDINGS = ("model.embed_tokens", "gpt_neox.embed_in", "tok_embeddings", "model.embed_tokens_per_layer", "shared")
+MTP = (
+    "mtp.fc",
+    "model.mtp.layers.0.mlp.down_proj",
+    "model.mtp_layers.0.input_proj",
+    "model.layers.61.eh_proj",
+    "model.layers.61.self_attn.o_proj",
+)
+IN_16_BITS = (
+    "model.layers.0.self_attn.indexer.wk",
+    "layers.0.attn.indexer.weights_proj",
+    "model.layers.0.linear_attn.in_proj_a",
+    "model.layers.0.linear_attn.in_proj_b",
+    "model.layers.0.linear_attn.in_proj_ba",
+)
 OTHERS = ("vit.blocks.0.attn.qkv", "multi_modal_projector.linear_1", "model.vision_tower.layers.0.mlp.fc1")
 PROJECTIONS = (
     "model.layers.0.self_attn.gate",
@@ -52,11 +66,15 @@ PROJECTIONS = (
     "model.layers.0.mlp.experts.0.down_proj",
     "transformer.h.0.attn.c_attn",
     "model.layers.0.mlp.activity",
+    "model.layers.0.self_attn.indexer.wq_b",
+    "model.layers.0.attention.wk",
+    "model.layers.6.self_attn.o_proj",
+    "model.layers.0.mlp.fc",
 )
 
 
 def planned(tmp_path, modules, **options):
-    w = np.zeros((16, 32), ml_dtypes.bfloat16)
+    w = np.zeros((32, 32), ml_dtypes.bfloat16)
     shard = {f"{m}.weight": ("BF16", w) for m in modules}
     directory = tmp_path / "in"
     if not directory.exists():
@@ -65,12 +83,14 @@ def planned(tmp_path, modules, **options):
 
 
 def test_what_is_kept_in_models_of_all_kinds(tmp_path):
-    plan = planned(tmp_path, (*ROUTERS, *HEADS, *EMBEDDINGS, *OTHERS, *PROJECTIONS))
+    plan = planned(tmp_path, (*ROUTERS, *HEADS, *EMBEDDINGS, *MTP, *IN_16_BITS, *OTHERS, *PROJECTIONS))
     reasons = {name.removesuffix(".weight"): item.choice.reason for name, item in plan.items.items()}
     expected = {
         **dict.fromkeys(ROUTERS, "a router"),
         **dict.fromkeys(HEADS, "a head"),
         **dict.fromkeys(EMBEDDINGS, "embedding"),
+        **dict.fromkeys(MTP, "multi-token prediction"),
+        **dict.fromkeys(IN_16_BITS, "in 16 bits in loaders"),
         **dict.fromkeys(OTHERS, "no projection of the language model"),
         **dict.fromkeys(PROJECTIONS, ""),
     }
@@ -78,12 +98,13 @@ def test_what_is_kept_in_models_of_all_kinds(tmp_path):
 
 
 def test_targets_are_a_filter_that_names_may_go_beyond(tmp_path):
-    modules = (ROUTERS[0], "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", OTHERS[0])
+    modules = (ROUTERS[0], *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1)), OTHERS[0], MTP[3], IN_16_BITS[0])
     for targets, quantized in (
         (("model.layers.0",), {modules[1]}),
         (("re:model\\.layers\\.0",), {modules[1]}),
-        (("model.layers.0.*",), {modules[1]}),
+        (("model.layers.0.m*",), {modules[1]}),
         ((modules[1], OTHERS[0]), {modules[1], OTHERS[0]}),
+        ((MTP[3], IN_16_BITS[0]), {MTP[3], IN_16_BITS[0]}),
     ):
         plan = planned(tmp_path, modules, targets=targets)
         assert {m for g in plan.groups for m in g.members} == quantized
@@ -95,7 +116,8 @@ def test_layers_of_mtp_are_no_decoder_layers(tmp_path):
     assert layer_of("model.layers.12.mlp.down_proj.weight") == 12
     assert layer_of("model.language_model.layers.1.x") == 1
     assert layer_of("mtp.layers.0.mlp.down_proj.weight") is None
-    plan = planned(tmp_path, ("mtp.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"), start_layers=1)
+    modules = ("mtp.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+    plan = planned(tmp_path, modules, start_layers=1, targets=modules)
     assert len(plan.groups) == 2
 
 

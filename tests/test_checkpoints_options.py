@@ -375,7 +375,7 @@ def test_options_of_the_page_exist(capsys):
     assert "`jnvfp4 convert --help`" in page
     documented = set(re.findall(r"(?<![\w-])--\w[\w-]+", page))
     assert len(documented) > 15
-    offered = help_of(capsys, "convert") + help_of(capsys, "lint")
+    offered = "".join(help_of(capsys, command) for command in ("convert", "lint", "verify"))
     assert documented <= set(re.findall(r"(?<![\w-])--\w[\w-]+", offered))
 
 

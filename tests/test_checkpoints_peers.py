@@ -1,14 +1,20 @@
 """Converted checkpoints read by other people's software: compressed-tensors and transformers, on a CPU.
 
+The maps of vLLM and SGLang are read from their sources, where PYTHONPATH or the environment has them.
+
     pip install torch==2.13.0 compressed-tensors==0.20.0 "transformers>=5"
 
 They need not be where JAX is: JNVFP4_PEERS_PYTHON names a Python that has them.
 """
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -19,6 +25,7 @@ from test_checkpoints_mixed import mixed
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, verify_checkpoint
 from jnvfp4.checkpoints._files.source import Source, open_source
+from jnvfp4.checkpoints._layouts.names import FUSED, groups_of
 from jnvfp4.checkpoints._layouts.stored import Stored, open_stored
 from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
 from jnvfp4.checkpoints.verify import compare_with_peer
@@ -154,3 +161,72 @@ def test_verification_asks_them_where_they_are_installed(tmp_path):
         compare_with_peer(
             np.where(np.arange(theirs.size).reshape(theirs.shape) == 5, 3 * theirs + 1, theirs), other, stored
         )
+
+
+# ---------------------------------------------------------------- what loaders fuse
+FOLDERS = {
+    "vllm": ("model_executor/models", "models"),
+    "sglang": ("srt/models", "multimodal_gen/configs", "multimodal_gen/runtime/models"),
+}
+# Maps of no weights that are quantized; of names of several models for one part; and of Qwen 1, whose w2 is another
+# model's down_proj.
+NO_GROUP = re.compile(r"conv1d|_padding|bias$|_scale|svdq|awq|^skip$|^auto$")
+SEVERAL = (
+    ("q_proj", "k_proj", "v_proj", "wq", "wk", "wv"),
+    ("gate_proj", "up_proj", "w1", "w3"),
+    ("down_proj", "w2"),
+    ("w1", "w2"),
+)
+
+
+def literal(node: ast.AST) -> object:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+
+
+def maps_of(source: str):
+    """The fused name and the names of the parts, of each map in a file: a dict of lists, or by part, or rows."""
+    for node in ast.walk(ast.parse(source)):
+        found = defaultdict(list)
+        if isinstance(node, ast.Dict):
+            for key, value in zip(map(literal, filter(None, node.keys)), map(literal, node.values), strict=False):
+                if isinstance(value, list) and all(isinstance(v, str) for v in value):
+                    found[key] += value
+                elif isinstance(value, tuple) and len(value) in (2, 3) and isinstance(value[0], str):
+                    found[value[0]].append(key)
+        elif isinstance(node, ast.List | ast.Tuple):
+            for row in map(literal, node.elts):
+                if isinstance(row, tuple) and len(row) == 3 and all(isinstance(v, str) for v in row[:2]):
+                    found[row[0]].append(row[1])
+        for name, parts in found.items():
+            if isinstance(name, str) and all(isinstance(part, str) for part in parts):
+                yield name, tuple(sorted({*map(plain, parts)}))
+
+
+def plain(name: str) -> str:
+    """A name without what a regular expression has beside it."""
+    while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:
+        name = shorter
+    return re.sub(r"\.\.+", ".", re.sub(r"[\\^$]", "", name).removesuffix(".weight")).strip(".")
+
+
+def test_the_groups_are_those_of_the_loaders():
+    """Each map of a loader is in one group, and each row of the table is in a map."""
+    roots = {loader: find_spec(loader) for loader in FOLDERS}
+    if not all(roots.values()):
+        pytest.skip("needs the sources of vLLM and SGLang")
+    seen = set()
+    for loader, folders in FOLDERS.items():
+        for file in (
+            f for folder in folders for f in Path(roots[loader].submodule_search_locations[0], folder).rglob("*.py")
+        ):
+            text = file.read_text()
+            for name, parts in maps_of(text) if "mapp" in text or "stacked" in text else ():
+                if len(parts) > 1 and all(parts) and not any(map(NO_GROUP.search, (name, *parts))):
+                    seen.add(parts)
+    split = [parts for parts in seen if len(groups_of(parts)) > 1]
+    assert sorted(split) == sorted(tuple(sorted(parts)) for parts in SEVERAL)
+    known = [{part.rpartition(".")[2] for part in parts} for parts in seen]
+    assert [row for row in FUSED if not any({end.rpartition(".")[2] for end in row} <= ends for ends in known)] == []

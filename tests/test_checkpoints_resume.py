@@ -56,7 +56,7 @@ def whole() -> dict[str, bytes]:
         return files_of(Path(folder) / "whole")
 
 
-def interrupt(*_):
+def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
@@ -317,7 +317,7 @@ CHANGES = {
     "only its header": (
         lambda path: os.truncate(path, 8 + int.from_bytes(path.read_bytes()[:8], "little")), "truncated"),
     "empty": (lambda path: os.truncate(path, 0), "truncated"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes long, but its tensors end"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"more"), "4 bytes behind its tensors"),
     "gone": (Path.unlink, "cannot be read"),
     "a moment": (lambda path: os.utime(path, ns=(0, path.stat().st_mtime_ns ^ 1 << 20)), "another time of"),
 }  # fmt: skip

@@ -10,6 +10,7 @@ from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoi
 from jnvfp4.checkpoints._convert.views import decoded
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.checkpoints._layouts.stored import open_stored
+from jnvfp4.checkpoints.rules import lint
 from jnvfp4.checkpoints.verify import verify_checkpoint
 from jnvfp4.cli import main
 
@@ -36,14 +37,30 @@ def check_same_tensors(directory, other):
 
 
 # ---------------------------------------------------------------- experts
-@pytest.mark.parametrize("model", ["qwen3_moe", "llama4", "gpt_oss"])
-def test_experts_taken_apart(tmp_path, model):
-    turned, interleaved = model != "qwen3_moe", model == "gpt_oss"
+SIZES = {"hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 48}
+OF_SIZES = {"model_type": "of_tomorrow", "vision_config": {"hidden_size": 48}}
+
+
+@pytest.mark.parametrize(
+    ("config", "turned"),
+    [
+        ({"model_type": "qwen3_moe"}, False),
+        ({"model_type": "llama4"}, True),
+        ({"model_type": "gpt_oss"}, True),
+        ({"model_type": "qwen3_vl_moe", "text_config": SIZES}, True),
+        (OF_SIZES | SIZES, True),
+        (OF_SIZES | SIZES, False),
+        (OF_SIZES | {"thinker_config": {"text_config": SIZES}}, True),
+    ],
+    ids=str,
+)
+def test_experts_taken_apart(tmp_path, config, turned):
+    interleaved = config["model_type"] == "gpt_oss"
     gate, up, down = array(3, 48, 64), 2 * array(3, 48, 64, seed=1), array(3, 64, 48, seed=2)
     both = np.stack([gate, up], axis=2).reshape(3, 96, 64) if interleaved else np.concatenate([gate, up], axis=1)
     stacks = {f"{EXPERTS}.gate_up_proj": both, f"{EXPERTS}.down_proj": down}
     stored = {n: np.ascontiguousarray(x.transpose(0, 2, 1)) if turned else x for n, x in stacks.items()}
-    model_of(tmp_path / "in", stored, {"model_type": model})
+    model_of(tmp_path / "in", stored, config)
     each = {f"{EXPERTS}.{e}.{r}.weight": x[e] for r, x in zip(("gate_proj", "up_proj", "down_proj"),
             (gate, up, down), strict=True) for e in range(3)}  # fmt: skip
     model_of(tmp_path / "each", each)
@@ -55,6 +72,21 @@ def test_experts_taken_apart(tmp_path, model):
         assert got.keys() == want.keys()
         assert all(same(got[m], want[m]) and got[m].global_scale == want[m].global_scale for m in want)
         assert len(verify_checkpoint(tmp_path / "in", tmp_path / f)) == 9
+
+
+def test_blocks_of_a_stack_along_the_wrong_axis_are_found(tmp_path):
+    """Which --expert-layout writes, against the sizes of the config."""
+    model_of(tmp_path / "in", {f"{EXPERTS}.down_proj": array(2, 48, 64)}, OF_SIZES | SIZES)
+    for layout in ("nk", "kn"):
+        convert_checkpoint(tmp_path / "in", tmp_path / layout, ConvertOptions(expert_layout=layout))
+    assert [f for f in lint(tmp_path / "kn") if not f.note] == []
+    assert len(verify_checkpoint(tmp_path / "in", tmp_path / "kn")) == 1
+    (found,) = (f for f in lint(tmp_path / "nk") if not f.note)
+    assert (found.rule, found.where, found.fixable) == ("parts", f"{EXPERTS}.down_proj", False)
+    assert found.found == "has blocks along N, by the sizes in config.json"
+    with pytest.raises(CheckpointError, match=r"down_proj': has blocks along N; expected K"):
+        verify_checkpoint(tmp_path / "in", tmp_path / "nk")
+    assert len(verify_checkpoint(tmp_path / "in", tmp_path / "nk", expert_layout="nk")) == 1
 
 
 NAMES = {"llama": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
@@ -106,6 +138,13 @@ def test_a_bias_of_a_stack_is_kept_with_a_warning(tmp_path):
         ((2, 24, 64), {}, False),
         ((2, 64, 24), {}, True),
         ((2, 32, 64), {}, None),
+        ((2, 32, 64), {"model_type": "of_tomorrow"}, None),
+        ((2, 64, 64), {"model_type": "of_tomorrow", "hidden_size": 64, "intermediate_size": 64}, None),
+        ((2, 64, 64), {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64}, True),
+        ((2, 64, 32), {"model_type": "llama4", "hidden_size": 64, "intermediate_size": 32}, False),
+        ((2, 32, 64), {"hidden_size": 64}, True),
+        ((2, 32, 64), {"moe_latent_size": 32, "hidden_size": 48}, False),
+        ((2, 32, 64), {"hidden_size": 32, "moe_intermediate_size": 32, "text_config": {"hidden_size": 64}}, True),
     ],
 )
 def test_axes_of_a_stack(tmp_path, capsys, shape, config, kn):

@@ -10,9 +10,9 @@ import numpy as np
 from ._files.files import CHUNK_BYTES, pieces, slices
 from ._files.safetensors import JSON
 from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
-from ._layouts.names import WEIGHT, groups_of, is_kv_scale, module_of
+from ._layouts.names import WEIGHT, is_kv_scale, module_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
-from ._layouts.unsupported import config_refusal, tensor_refusal
+from ._layouts.unsupported import config_refusal, mlx_refusal, other_kv_cache, tensor_refusal
 
 
 def inspect(source: Path | str) -> JSON:
@@ -29,10 +29,13 @@ def inspect(source: Path | str) -> JSON:
         "dtypes": dict(sorted(dtypes.items())),
         "warnings": list(opened.warnings),
     }
+    if layout is None and (refusal := mlx_refusal(opened)):
+        out["warnings"].append(str(refusal).partition("\n")[0])
     if layout is not None:
         stored = stored_of(opened)
         refusals = filter(None, (config_refusal(opened), tensor_refusal(stored.source, stored.kept)))
         out["warnings"] += [str(r).partition("\n")[0] for r in refusals]
+        out["warnings"] += filter(None, [other_kv_cache(opened)])
         elements = sum(2 * opened.entry(stored.parts(m).codes).nbytes for m in stored.modules)
         elements += sum(w.entry.nbytes for w in stored.fp8.values())
         at_16_bits = 2 * elements + sum(stored.source.entry(n).nbytes for n in stored.kept)
@@ -42,7 +45,7 @@ def inspect(source: Path | str) -> JSON:
             "pre_quant_scales": [name for m in stored.modules if (name := stored.pre_quant_scale(m))],
             "kv_scales": [n for n in stored.kept if is_kv_scale(n)],
             "kept": [n for n in stored.kept if not is_kv_scale(n)],
-            "groups": [list(g.members) for g in groups_of(stored.modules) if len(g.members) > 1],
+            "groups": [list(g.members) for g in stored.fused if len(g.members) > 1],
             "ratio_to_16_bits": out["bytes"] / at_16_bits,
         }
     return out

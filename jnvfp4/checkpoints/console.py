@@ -14,6 +14,7 @@ from typing import TextIO
 from ._convert.plan import Plan
 from ._convert.shards import OnProgress
 from ._files.safetensors import JSON
+from ._layouts.loaders import VERSIONS
 from ._layouts.names import module_of, split_role
 from .compare import Difference
 from .convert import Result
@@ -139,12 +140,19 @@ def _warnings(description: JSON) -> list[str]:
 
 def records_table(records: Sequence[Record]) -> str:
     """Formats what a verification measured, one line per quantized weight."""
-    rows = (
+    header: tuple[str, ...] = ("weight", "relative error", "SNR, dB", "largest error", "codes 6, -6", "codes 0")
+    rows = [
         (r.name, f"{e.relative_error:.4f}", "" if e.snr_db is None else f"{e.snr_db:.1f}", f"{e.max_abs_error:.3g}",
          f"{e.largest_code_share:.4f}", f"{e.zero_code_share:.4f}")
         for r in records if (e := r.error)
-    )  # fmt: skip
-    return table(("weight", "relative error", "SNR, dB", "largest error", "codes 6, -6", "codes 0"), rows)
+    ]  # fmt: skip
+    loaded = [r for r in records if r.reason or r.error_as_loaded is not None]
+    if not loaded:
+        return table(header, rows)
+    header, errors = (header[0], "as stored", "as loaded", "reason"), {row[0]: row[1] for row in rows}
+    as_loaded = ("not loaded" if r.error_as_loaded is None else f"{r.error_as_loaded:.4f}" for r in loaded)
+    lines = ((r.name, errors.get(r.name, ""), e, r.reason) for r, e in zip(loaded, as_loaded, strict=True))
+    return table(header, lines)
 
 
 def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:
@@ -152,6 +160,8 @@ def verdict(records: Sequence[Record], failures: Sequence[str]) -> str:
     if failures:
         more = f", and {len(failures) - 1} more" if len(failures) > 1 else ""
         return f"NOT VERIFIED: {failures[0]}{more}"
+    if records and not any(r.sha256 for r in records):
+        return f"verified: {len(records)} weights are loaded as they are stored, by names and scales alone"
     errors = {r.name: r.error.relative_error for r in records if r.error}
     kept = f"{len(records) - len(errors)} other tensors are unchanged"
     if not errors:
@@ -220,7 +230,10 @@ def findings_table(found: Sequence[Finding], done: Mapping[str, str], output: Pa
         lines += [f"  breaks: {rule.breaks}", f"  do: {rule.do}"]
     count, fixable = sum(not f.note for f in found), sum(f.fixable for f in found)
     what = f"findings: {count}, of which --fix mends {fixable}" if count else "no finding"
-    return "\n".join([*lines, "", what]).lstrip("\n")
+    read = (
+        ["", f"loaders as of {', '.join(f'{name} {version}' for name, version in VERSIONS.items())}"] if found else []
+    )
+    return "\n".join([*lines, *read, "", what]).lstrip("\n")
 
 
 def _some(lines: list[str]) -> list[str]:

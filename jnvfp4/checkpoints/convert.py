@@ -19,7 +19,10 @@ from ._files.companions import check_companions, copy_companions, remove_partial
 from ._files.errors import CheckpointError, Exit, io_error
 from ._files.files import RECORD, check_free_space, checked_path, locked, remove_temporaries, unfinished, write_json
 from ._files.safetensors import VERSION, File
-from ._files.source import CONFIG, HF_QUANT, INDEX, SHARD, open_source
+from ._files.source import CONFIG, HF_QUANT, INDEXES, SHARD, open_source
+from ._layouts.loaded import loaded_otherwise
+from ._layouts.loaders import TITLES, VERSIONS
+from ._layouts.survey import survey
 
 _RECIPE = "recipe"  # in the metadata of converted shards alone
 TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
@@ -110,7 +113,7 @@ def convert_checkpoint(
                     write_json(output / name, value)
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
-    warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied
+    warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied + _read_otherwise(output)
     return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, inexact, warnings)
 
 
@@ -156,13 +159,26 @@ def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     )
 
 
+def _read_otherwise(output: Path) -> tuple[str, ...]:
+    """Warns of the weights that loaders of the output read otherwise than they are stored."""
+    s = survey(open_source(output))
+    warnings = []
+    for name, title in TITLES.items():
+        if title in s.layout.loaders and (found := loaded_otherwise(s, name)):
+            module, first = next(iter(found.items()))
+            what = f"{title} {VERSIONS[name]} reads {len(found)} modules otherwise than they are stored"
+            warnings.append(f"{what}: {module} {first.reason}")
+    return tuple(warnings)
+
+
 # ---------------------------------------------------------------- files
 def _remove_leftovers(plan: Plan, output: Path, resume: bool) -> tuple[str, ...]:
     """Removes an older output, and the temporary files of killed runs; gives a warning of what an output has lost."""
     remove_partial_copies(plan.source, output)
-    remove_temporaries(output, {*plan.shards, CONFIG, INDEX, HF_QUANT, RECORD})
+    others = (CONFIG, *INDEXES, HF_QUANT)
+    remove_temporaries(output, {*plan.shards, *others, RECORD})
     shards = [] if resume else sorted(output.glob(f"*{SHARD}"))
-    older = [path for path in (output / CONFIG, output / INDEX, output / HF_QUANT, *shards) if os.path.lexists(path)]
+    older = [path for path in (*(output / name for name in others), *shards) if os.path.lexists(path)]
     for path in older:
         path.unlink()
     return (f"{output}: {', '.join(path.name for path in older)} of an older checkpoint removed",) if older else ()

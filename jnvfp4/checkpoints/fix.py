@@ -13,9 +13,8 @@ from ._files.errors import reading
 from ._files.safetensors import DTYPES, JSON, Planned
 from ._files.source import CONFIG, HF_QUANT, open_source
 from ._layouts.base import Quantization
-from ._layouts.names import groups_of
 from ._layouts.survey import NAN, Item, Survey, survey
-from ._layouts.unsupported import has_fp8_kv_cache
+from ._layouts.unsupported import kv_cache
 from .rewrite import Pieces, Warn, copying, write_output
 from .rules import (
     findings,
@@ -61,7 +60,7 @@ def fix_checkpoint(source: Path | str, output: Path | str, *, warn: Warn = warni
     fixable = [f for f in findings(s) if f.fixable]
     if fixable:
         _fix_activations(s, fixes)
-        _fix_weights(s, {f.where for f in fixable if f.rule == "bad-block-scales"}, fixes)
+        _fix_weights(s, {(f.rule, f.where) for f in fixable}, fixes)
         if any(f.rule in ("config", "kv-scales") for f in fixable):
             _fix_configs(s, fixes)
     if fixes.done:
@@ -94,15 +93,16 @@ def _fix_activations(s: Survey, fixes: _Fixes) -> None:
 
 
 # ---------------------------------------------------------------- scales of weights
-def _fix_weights(s: Survey, nan: set[str], fixes: _Fixes) -> None:
-    """Mends block scales, among them those whose names are in ``nan``, and global scales of fused weights."""
-    for group in groups_of(s.items):
+def _fix_weights(s: Survey, fixable: set[tuple[str, str]], fixes: _Fixes) -> None:
+    """Mends block scales and global scales of fused weights, by the rules and places of findings."""
+    for group in s.fused:
         items = [s.items[m] for m in group.members]
         mended = [is_whole(s, item) for item in items]
-        shared = shared_global(s, group.members) if all(mended) else None
+        shared = shared_global(s, group.members) if ("fused-globals", group.members[0]) in fixable else None
         for item, whole in zip(items, mended, strict=True):
             if whole:
-                _fix_weight(s, item, None if item.bad_globals else shared, item.parts.scales in nan, fixes)
+                nan = ("bad-block-scales", item.parts.scales) in fixable
+                _fix_weight(s, item, None if item.bad_globals else shared, nan, fixes)
 
 
 def _fix_weight(s: Survey, item: Item, shared: np.ndarray | None, nan: bool, fixes: _Fixes) -> None:
@@ -145,8 +145,9 @@ def _fix_configs(s: Survey, fixes: _Fixes) -> None:
     ignore = ignore_list_of(s)
     assert ignore is not None
     weight_only = not any(item.parts.activation in s.source.places for item in s.items.values())
-    fp8 = bool(s.kv_scales) or has_fp8_kv_cache(s.source)
-    fixes.files = {**s.layout.config_files(s.source.config, Quantization(ignore, weight_only, fp8))}
+    cache = "FP8" if s.kv_scales else kv_cache(s.source)
+    quantization = Quantization(ignore, weight_only, cache)
+    fixes.files = {**s.layout.config_files(s.source.config, quantization, s.source.params)}
     fixes.done |= dict.fromkeys(fixes.files, "made anew from the tensors")
 
 

@@ -18,6 +18,7 @@ from ._files.files import Rows
 from ._files.safetensors import JSON
 from ._layouts.names import module_of
 from ._layouts.stored import Stored, Weight, open_stored
+from ._layouts.unsupported import other_kv_cache
 
 Tensor = NVFP4Tensor | jax.Array
 Place: TypeAlias = Sharding | jax.Device | None
@@ -56,7 +57,9 @@ class Checkpoint(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Gives the shape of a tensor from the header: [N, K] or [E, N, K] for a quantized weight."""
         module = module_of(self._known(name))
-        return self.stored.weight(module).shape if module in self._quantized else self.stored.source.entry(name).shape
+        if module in self._quantized:
+            return self.stored.weight(module).shape
+        return self.stored.source.entry(name).array_shape
 
     def __repr__(self) -> str:
         layout = self.stored.layout.name if self._quantized else None
@@ -156,11 +159,13 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
       source: a directory of safetensors files, or one such file.
 
     Raises:
-      CheckpointError: the checkpoint is damaged, or has weights in formats other than NVFP4 and FP8.
+      CheckpointError: the checkpoint is damaged, or has weights in formats other than NVFP4, FP8 and MXFP8.
 
-    Warns of factors of AWQ, which the caller multiplies the activations by.
+    Warns of factors of AWQ, which the caller multiplies the activations by, and of a KV cache other than FP8.
     """
     stored = open_stored(Path(source), ordinary=True)
+    if text := other_kv_cache(stored.source):
+        warnings.warn(f"{stored.source.directory}: {text}", stacklevel=2)
     if awq := [name for m in stored.modules if (name := stored.pre_quant_scale(m))]:
         text = f"multiply the activations of {len(awq)} modules by their factors, such as checkpoint[{awq[0]!r}]"
         warnings.warn(f"{stored.source.directory}: {text}", stacklevel=2)

@@ -25,13 +25,13 @@ from ._files.files import (
     write_file,
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
-from ._files.source import CONFIG, Source, index_file, without_quantization
+from ._files.source import CONFIG, Source, index_file, params_file, without_quantization
 from ._layouts.base import Layout, Parts, Quantization, decode_scale
 from ._layouts.layouts import LAYOUTS, LayoutName, layouts_with
 from ._layouts.loaders import linear_modules
 from ._layouts.names import is_kv_scale
 from ._layouts.stored import Stored, Weight, open_stored
-from ._layouts.unsupported import has_fp8_kv_cache
+from ._layouts.unsupported import kv_cache
 
 Pieces = Iterator[tuple[str, int, np.ndarray]]  # a tensor's name, the index of the first element, elements
 Warn = Callable[[str], object]
@@ -39,7 +39,7 @@ Warn = Callable[[str], object]
 
 # ---------------------------------------------------------------- another layout
 def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName, *, warn: Warn = warnings.warn) -> int:
-    """Writes an NVFP4 checkpoint in another layout. Codes and block scales stay the same bytes.
+    """Writes an NVFP4 checkpoint in another layout. Codes and block scales stay the same bytes, in the layout's order.
 
     The ignore list is made anew, since the loaders of each layout read it differently. An FP8 KV cache and its scales
     are taken over. FP8 weights are decoded to their dtype of origin, with a warning: the output has NVFP4 alone.
@@ -68,6 +68,10 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
     if factors := next(filter(None, map(stored.pre_quant_scale, stored.modules)), None):
         hint = "`jnvfp4 dequantize` multiplies the weights by the factors, and `jnvfp4 convert` quantizes them again"
         raise CheckpointError("multiplies activations", "no factors of AWQ", tensor=factors, hint=hint)
+    if (cache := kv_cache(stored.source)) not in ("", *to.kv_caches):
+        warn(f"the KV cache is {cache}, which {to.name} has not: its scales are kept, but no config asks for it")
+    if in_fp8 := sum(map(stored.in_fp8, stored.modules)):
+        warn(f"the activations of {in_fp8} weights are FP8, and FP4 in the output: their scales are divided by 6")
     if stored.fp8:
         tag = stored.source.entry(stored.name(min(stored.fp8))).tag
         _check_fp8_range(stored, tag)
@@ -121,7 +125,9 @@ class _Repacking:
         kept = linear_modules(map(source.entry, stored.others))
         ignore = self.to.ignore_list(kept, stored.modules)
         weight_only = all(stored.activation(m) is None for m in stored.modules)
-        return self.to.config_files(source.config, Quantization(ignore, weight_only, has_fp8_kv_cache(source)))
+        cache = name if (name := kv_cache(source)) in self.to.kv_caches else ""
+        quantization = Quantization(ignore, weight_only, cache)
+        return self.to.config_files(source.config, quantization, source.params)
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)
@@ -185,7 +191,9 @@ class _Decoding:
             yield w.name, rows.start * row_size, values.transpose(0, 2, 1) if w.kn else values
 
     def files(self) -> dict[str, JSON]:
-        config = self.stored.source.config
+        config, params = self.stored.source.config, self.stored.source.params
+        if params is not None:
+            return params_file(params)
         return {} if config is None else {CONFIG: _ordinary_config(config, DTYPES[self.dtype].name)}
 
 
@@ -255,7 +263,7 @@ def write_output(
                     file.put(tensor, data, first)
         notcopied = copy_companions(source, output)
         source.check_unchanged()
-        for name, value in {**files, **index_file(tensors)}.items():
+        for name, value in {**files, **index_file(tensors, source.stem)}.items():
             write_file(output / name, value if isinstance(value, bytes) else json_bytes(value))
     for text in notcopied:
         warn(text)

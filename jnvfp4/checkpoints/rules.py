@@ -13,16 +13,19 @@ from typing import Any
 import numpy as np
 
 from ..spec import BLOCK
+from ._convert.views import has_blocks_along_n
 from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, open_source
-from ._layouts.loaders import Reading, fused_module
-from ._layouts.names import groups_of, is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
+from ._layouts.forms import values_of
+from ._layouts.loaders import VERSIONS, Reading, listed
+from ._layouts.names import is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
 from ._layouts.unsupported import kv_caches
 
 RANKS = (2, 4, 8)  # of tensor parallelism, about which there is a note
 _SPLIT_ALONG_K = ("o_proj", "out_proj", "down_proj", "w2")  # what tensor parallelism splits between blocks of 16
+_MOST_ROUNDED = 64.0  # by which block scales are divided at most: of 448, 7 is left, 448 times E4M3's smallest normal
 _FAR = 8  # how many times as large as all its siblings a scale of 1.0 is no amax of 2688, but was never calibrated
 
 
@@ -77,7 +80,7 @@ def findings(s: Survey) -> list[Finding]:
 
 
 def _finding(s: Survey, rule: str, where: str, found: str, fixable: bool, note: bool = False) -> Finding:
-    return Finding(rule, where, found, fixable and not s.layout.stores_amax, note)
+    return Finding(rule, where, found, fixable and not s.layout.stores_amax and not s.other_forms, note)
 
 
 # ---------------------------------------------------------------- scales of activations
@@ -134,6 +137,12 @@ def _activation_unusable(s: Survey) -> Iterator[Found]:
 
 def _activation_one(s: Survey) -> Iterator[Found]:
     known, judged = usable_activations(s), judged_activations(s)
+    experts = {i.module for i in judged if i.module in s.stored.stacks or split_expert(i.module)}
+    ones = {m for m in experts if (a := s.items[m].activation_decode) is not None and (a == 1).all()}
+    if is_calibrated(s) and len(experts) > 1 and ones == experts:
+        text = f"is 1.0, as in all {len(experts)} weights of experts: they are not calibrated"
+        yield str(s.items[min(experts)].parts.activation), text, False, True
+        judged = [item for item in judged if item.module not in experts]
     for item in judged if is_calibrated(s) else ():
         if (a := item.activation_decode) is not None and (a == 1).any():
             if is_far_from_one(known.get(item.family, max(known.values()))):
@@ -169,12 +178,12 @@ def _globals_of(s: Survey, members: Sequence[str]) -> tuple[np.ndarray, np.ndarr
 
 
 def _fused(s: Survey) -> Iterator[Found]:
-    for group in groups_of(s.items):
+    for group in s.fused:
         if shared_global(s, group.members) is not None:
             _, decode = _globals_of(s, group.members)
             ratio = np.divide(decode.max(axis=0), decode.min(axis=0), dtype=np.float64).max()
             roles = ", ".join(split_role(m)[1] for m in group.members[1:])
-            whole = all(is_whole(s, s.items[m]) for m in group.members)
+            whole = float(ratio) <= _MOST_ROUNDED and all(is_whole(s, s.items[m]) for m in group.members)
             text = f"and {roles} have different global scales, up to {ratio:.4g}x"
             yield group.members[0], text, whole
 
@@ -210,9 +219,20 @@ def _padded(s: Survey) -> Iterator[Found]:
             (shape,) = scale_shapes(item.codes.shape)
             text = f"is {item.scales.tag} {list(item.scales.shape)}; expected {s.layout.scales_tag} {list(shape)}"
             yield item.parts.scales, text, is_whole(s, item)
+    if marked := [s.items[m].parts.scales for m, form in s.other_forms.items() if form == "tiles"]:
+        text = f"is in ComfyUI's order of tiles, with swapped codes, as {len(marked)} weights are: repack changes it"
+        yield marked[0], text, False, True
+    tiles, clear = s.in_tiles
+    if 2 * len(tiles) > clear:
+        text = (
+            f"seems to be in the order of tiles, as {len(tiles)} of {clear}: in it rows and columns explain over twice"
+        )
+        yield tiles[0], f"{text} the variance; read as rows, the error is about 100 %", False
 
 
 def _parts(s: Survey) -> Iterator[Found]:
+    if halved := [s.items[m].parts.scales for m, form in s.other_forms.items() if form == "blocks of 32"]:
+        yield halved[0], f"has blocks of 32, as {len(halved)} weights have: repack makes two of 16", False
     for item in s.items.values():
         for name, what in ((item.parts.codes, item.codes), (item.parts.scales, item.scales)):
             if what is None:
@@ -220,6 +240,8 @@ def _parts(s: Survey) -> Iterator[Found]:
         if item.lie == "wrong" and item.codes and item.scales:
             shapes = " and ".join(f"{e.tag} {list(e.shape)}" for e in (item.codes, item.scales))
             yield item.parts.codes, f"and its block scales are {shapes}", False
+        if item.shape and has_blocks_along_n(item.module, item.shape, s.source.config):
+            yield item.parts.codes, f"has blocks along N, by the sizes in {CONFIG}", False
         if item.global_scale is None:
             there = item.parts.global_scale in s.source.places
             yield item.parts.global_scale, "is no float" if there else "is missing", False
@@ -242,8 +264,8 @@ def _experts(s: Survey) -> Iterator[Found]:
                     yield f"{parent}.{number}{role}", f"is {kind}, in other experts {usual}", False
 
 
-def _by_mistake(is_wrong: Callable[[str], bool], s: Survey) -> Iterator[Found]:
-    yield from ((module, "is quantized", False) for module in s.items if is_wrong(module))
+def _by_mistake(is_wrong: Callable[[str], bool], s: Survey, note: bool = False) -> Iterator[Found]:
+    yield from ((module, "is quantized", False, note) for module in s.items if is_wrong(module))
 
 
 def _split(s: Survey) -> Iterator[Found]:
@@ -293,21 +315,14 @@ def _formats(s: Survey) -> Iterator[tuple[str, str]]:
     if len(s.algorithms) > 1:
         yield HF_QUANT, f"and {CONFIG} name different algorithms: {', '.join(sorted(s.algorithms))}"
     for file, section in ((CONFIG, s.config), (HF_QUANT, s.hf_quant)):
-        for size in _values(section, "group_size"):
-            if size not in (None, BLOCK):
+        for size in values_of(section, "group_size"):
+            if size not in (None, BLOCK) and not (size == 2 * BLOCK and "blocks of 32" in s.other_forms.values()):
                 yield file, f"group_size is {size!r}; expected {BLOCK}"
     if hf_quant is not None:
         if absent := [key for key in s.layout.hf_quant_keys if key not in hf_quant]:
             yield HF_QUANT, f"has no {', '.join(absent)}"
         elif not hf_quant["exclude_modules"]:
             yield HF_QUANT, "exclude_modules is empty"
-
-
-def _values(section: object, key: str) -> Iterator[object]:
-    for k, v in section.items() if isinstance(section, dict) else ():
-        if k == key:
-            yield v
-        yield from _values(v, key)
 
 
 def _activations(s: Survey) -> Iterator[tuple[str, str]]:
@@ -335,7 +350,7 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers:
     readings = {name: loader.reads for name, loader in s.layout.loaders.items() if loader.lints}
     loader, reads = next(iter(readings.items()))
     targets = [
-        t for found in _values(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
+        t for found in values_of(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
     ]
     unless = ", unless the model loads gates in 16 bits" if routers else ""
     for module in s.unquantized:
@@ -343,23 +358,18 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers:
             is_router(module) is routers
             and not is_other(module)
             and _targeted(reads, targets, module)
-            and not _listed(reads, entries, module)
+            and not listed(reads, entries, module)
         ):
             yield f"does not list {module}, which is not quantized: {loader} would quantize it{unless}"
     for module in () if routers else s.items:
         for loader, reads in readings.items():
-            if entry := _listed(reads, entries, module):
+            if entry := listed(reads, entries, module):
                 yield f"lists {entry!r}, but {module} is quantized: {loader} would leave it as it is"
                 break
 
 
-def _listed(reads: Reading, entries: Iterable[str], module: str) -> str | None:
-    fused = fused_module(module)
-    return next((e for e in entries if reads(e, module) or reads(e, fused)), None)
-
-
 def _targeted(reads: Reading, targets: list[str], module: str) -> bool:
-    return not targets or "Linear" in targets or _listed(reads, targets, module) is not None
+    return not targets or "Linear" in targets or listed(reads, targets, module) is not None
 
 
 def _kv(s: Survey) -> Iterator[Found]:
@@ -388,13 +398,13 @@ RULES: Mapping[str, Rule] = {
         _activation_unusable,
     ),
     "input-scale-one": Rule(
-        "scale of activations 1.0, over 8 times those of its siblings (nearer ones, or 1.0 in all weights: a note)",
+        "scale of activations 1.0, over 8 times its siblings' (nearer ones, or 1.0 in all weights or experts: a note)",
         "vLLM, SGLang, TensorRT-LLM: small activations become 0",
         _FROM_SIBLINGS,
         _activation_one,
     ),
     "fused-globals": Rule(
-        "different global scales of q, k, v or of gate, up (w1, w3)",
+        "different global scales of weights that loaders fuse, such as q, k, v or gate, up",
         "vLLM, SGLang, TensorRT-LLM (Cutlass): one scale is used for all",
         "--fix takes the largest, and rounds block scales of the others again (by up to 6 %, more if subnormal)",
         _fused,
@@ -412,13 +422,13 @@ RULES: Mapping[str, Rule] = {
         _block_scales,
     ),
     "padded-scales": Rule(
-        "block scales in tiles of 128x4, padded or swizzled",
+        "block scales in tiles of 128x4, padded or swizzled (a note where ComfyUI marks them)",
         "vLLM, SGLang: the shape is refused, or scales would be swizzled twice",
         "--fix stores [N, K/16], if the padding shows the order",
         _padded,
     ),
     "parts": Rule(
-        "codes, block scales or global scale missing, or of another shape or dtype",
+        "codes, block scales or global scale missing, or of another shape or dtype; blocks of 32",
         "vLLM: memory that is not initialized is read; others refuse",
         _AGAIN,
         _parts,
@@ -436,10 +446,10 @@ RULES: Mapping[str, Rule] = {
         lambda s: _by_mistake(is_router, s),
     ),
     "quantized-head": Rule(
-        "lm_head or an embedding is quantized",
-        "vLLM 0.22: there is no parameter lm_head.input_scale",
+        "an embedding is quantized, or lm_head (a note)",
+        f"most loaders have no such parameters; vLLM {VERSIONS['vllm']} and SGLang {VERSIONS['sglang']} load lm_head",
         "take it from the original model",
-        lambda s: _by_mistake(lambda m: is_head(m) or is_embedding(m), s),
+        lambda s: [*_by_mistake(is_embedding, s), *_by_mistake(lambda m: is_head(m) and not is_embedding(m), s, True)],
     ),
     "ranks": Rule(
         "K of o_proj, down_proj or w2 that 2, 4 or 8 ranks cut within a block (a note, unless --ranks N)",

@@ -62,7 +62,8 @@ def _check_groups(weights: Mapping[str, NVFP4Tensor], layout: Layout) -> None:
     if layout.stores_amax:
         return
     amaxes = {module_of(n): np.asarray(t.amax) for n, t in weights.items()}
-    for group in groups_of(amaxes):
+    k_of = {module_of(n): t.shape[-1] for n, t in weights.items()}
+    for group in groups_of(amaxes, k=lambda m: k_of[m]):
         first, *others = group.members
         other = next((m for m in others if amaxes[m].tobytes() != amaxes[first].tobytes()), None)
         if other is not None:

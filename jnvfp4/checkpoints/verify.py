@@ -3,22 +3,25 @@
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ._convert.options import ExpertLayout
-from ._convert.views import decoded, per_expert, stacked
+from ._convert.views import decoded, has_blocks_along_n, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
 from ._files.safetensors import JSON, Planned
 from ._files.source import Source, open_source
 from ._layouts.base import Peer
 from ._layouts.fp8 import Fp8Weight
-from ._layouts.names import groups_of, is_kv_scale
+from ._layouts.loaded import Loaded, loaded_otherwise
+from ._layouts.loaders import TITLES, LoaderName
+from ._layouts.names import WEIGHT, is_kv_scale, module_of
 from ._layouts.stored import Stored, Weight, layout_of, open_stored
+from ._layouts.survey import survey
 
 LARGEST_SCALE = 0x7E  # the E4M3 bits of 448
 SUSPICIOUS = 0.15  # a relative error; Gaussian weights have about 0.094
@@ -111,8 +114,11 @@ class Record:
       dtype: its safetensors dtype in the source; of an unquantized tensor in the output.
       global_scale: the stored global scale, if it is one number.
       error: errors of a quantized weight, also of FP8; None for an unquantized tensor.
-      sha256: digest of the stored tensors.
+      sha256: digest of the stored tensors; empty if they were not read.
       peer_differs: how many elements compressed-tensors decodes to the next bfloat16 number; None if it was not asked.
+      error_as_loaded: the relative error of the weight that the loader multiplies by, from the stored weight if only
+        scales were read; None if no loader was named, or if it does not load the weight.
+      reason: why a loader reads the tensor otherwise than it is stored; empty if it does not.
     """
 
     name: str
@@ -122,6 +128,8 @@ class Record:
     error: ErrorStats | None
     sha256: str
     peer_differs: int | None = None
+    error_as_loaded: float | None = None
+    reason: str = ""
 
 
 class VerificationError(CheckpointError):
@@ -139,7 +147,13 @@ class VerificationError(CheckpointError):
 
 
 def verify_checkpoint(
-    source: Path | str, output: Path | str, max_relative_error: float = 0.2, expert_layout: ExpertLayout = "auto"
+    source: Path | str,
+    output: Path | str,
+    max_relative_error: float = 0.2,
+    expert_layout: ExpertLayout = "auto",
+    *,
+    loader: LoaderName | None = None,
+    scales_only: bool = False,
 ) -> list[Record]:
     """Decodes every weight of a converted checkpoint and compares it with the source; other tensors must be unchanged.
 
@@ -148,18 +162,24 @@ def verify_checkpoint(
       output: the converted checkpoint.
       max_relative_error: the largest |w - d| / |w| of a weight.
       expert_layout: as in ``ConvertOptions``, needed if experts were taken out of one tensor.
+      loader: whose reading of scales and configs is compared with the source too, see ``Record.error_as_loaded``.
+      scales_only: reads no codes and nothing of the source but headers: only what the loader changes is found.
 
     Returns:
-      a record of every tensor, in the order of their names.
+      a record of every tensor, or of every NVFP4 weight if ``scales_only``, in the order of their names.
 
     Raises:
       VerificationError: a tensor is missing or changed, an error is larger than ``max_relative_error``, members of a
         group have different global scales, or compressed-tensors decodes other values (asked if it is installed and
-        the layout is its own).
-      CheckpointError: one of the checkpoints is damaged.
+        the layout is its own); or the loader does not load a weight, or with such an error.
+      CheckpointError: one of the checkpoints is damaged, or the loader does not read the layout.
     """
     if not max_relative_error >= 0:
         raise OptionError({"max_relative_error": f"is {max_relative_error}"}, "a number, 0 or more")
+    if loader not in (None, *TITLES):
+        raise OptionError({"loader": f"is {loader!r}"}, f"one of {', '.join(TITLES)}")
+    if scales_only and loader is None:
+        raise OptionError({"scales_only": "is used without loader"}, "both")
     opened = open_source(Path(source))
     if layout_of(opened) is not None and layout_of(open_source(Path(output))) is None:
         observed = f"is not quantized, but {str(source)!r} is"
@@ -170,11 +190,14 @@ def verify_checkpoint(
     failures: list[CheckpointError] = []
     records: list[Record] = []
     peer = stored.layout.peer((stored.source.config or {}).get("quantization_config"))
+    otherwise = {} if loader is None else loaded_otherwise(survey(open_source(Path(output))), loader)
     checks: list[Callable[[], Record | None]] = [partial(_check_groups, stored)]
     kept = [n for n in stored.kept if n in original.places or not is_kv_scale(n)]  # a source has no scales of a cache
     checks += [partial(_check_kept, original, stored, name) for name in kept]
     checks += [partial(_check_fp8, original, stored, module) for module in stored.fp8]
-    checks += [partial(_check_quantized, original, stored, module, peer) for module in stored.modules]
+    checks += [partial(_check_quantized, original, stored, module, peer, expert_layout) for module in stored.modules]
+    if scales_only:
+        checks = [checks[0], *(partial(_check_headers, original, stored, module) for module in stored.modules)]
     for check in checks:
         try:
             if record := check():
@@ -184,10 +207,18 @@ def verify_checkpoint(
     if missing := set(original.places) - set(stored.names):
         failures.append(_failure(min(missing), "is missing", "", stored))
     records.sort(key=lambda r: r.name)
+    if loader is not None:
+        by_name = {stored.name(m) if m in stored.modules else _kept_name(stored, m): m for m in otherwise}
+        records = [_as_loaded(r, otherwise.get(by_name.get(r.name, "")), original, stored) for r in records]
+        records += [_unread(n, otherwise[m], stored) for n, m in by_name.items() if n not in {r.name for r in records}]
     for r in records:
-        if r.error and not r.error.relative_error <= max_relative_error:
-            observed = f"relative error is {r.error.relative_error:.4g}"
-            failures.append(_failure(r.name, observed, f"at most {max_relative_error:g}", stored))
+        as_stored = None if r.error is None else r.error.relative_error
+        for error, how in ((as_stored, ""), (r.error_as_loaded if r.reason else None, f", as {loader} loads it")):
+            if error is not None and not error <= max_relative_error:
+                observed = f"relative error is {error:.4g}{how}{r.reason and how and f': it {r.reason}'}"
+                failures.append(_failure(r.name, observed, f"at most {max_relative_error:g}", stored))
+        if r.reason and r.error_as_loaded is None:
+            failures.append(_failure(r.name, f"is not loaded by {loader}: it {r.reason}", "", stored))
     if failures:
         raise VerificationError(failures, records)
     return records
@@ -215,13 +246,17 @@ def _original(source: Source, stored: Stored, name: str) -> Planned:
     return source.entry(name)
 
 
-def _check_quantized(source: Source, stored: Stored, module: str, peer: Peer | None) -> Record:
+def _check_quantized(
+    source: Source, stored: Stored, module: str, peer: Peer | None, expert_layout: ExpertLayout
+) -> Record:
     name = stored.name(module)
     entry, weight = _original(source, stored, name), stored.weight(module)
     try:
         w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
             raise _failure(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
+        if expert_layout == "auto" and has_blocks_along_n(name, w.shape, source.config):
+            raise _failure(name, "has blocks along N", "K", stored)
         if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
             observed = f"has a global scale of {weight.global_scale}"
             raise _failure(name, observed, "a finite one above 0", stored)
@@ -272,7 +307,7 @@ def _check_kept(source: Source, stored: Stored, name: str) -> Record:
 
 def _check_groups(stored: Stored) -> None:
     """Raises if modules that loaders fuse have different global scales."""
-    for group in groups_of(stored.modules):
+    for group in stored.fused:
         scales = {m: stored.weight(m).global_scale.tobytes() for m in group.members}
         first = group.members[0]
         # Loaders keep one number for a group; amaxes of rows, which only layout te has, are no such number.
@@ -280,6 +315,48 @@ def _check_groups(stored: Stored) -> None:
         if other is not None:
             observed, name = f"has another global scale than {stored.name(first)!r}", stored.name(other)
             raise CheckpointError(observed, "one in a group that loaders fuse", tensor=name, code=Exit.VERIFICATION)
+
+
+def _check_headers(source: Source, stored: Stored, module: str) -> Record:
+    name, weight = stored.name(module), stored.weight(module)
+    entry = _original(source, stored, name)
+    shape = (*entry.shape[:-2], *entry.shape[:-3:-1]) if weight.kn else entry.shape
+    if shape != weight.shape:
+        raise _failure(name, f"has shape {list(weight.shape)}", f"{list(shape)}", stored)
+    return Record(name, entry.shape, entry.tag, None, None, "")
+
+
+# ---------------------------------------------------------------- what a loader reads
+def _as_loaded(record: Record, found: Loaded | None, source: Source, stored: Stored) -> Record:
+    """Adds the error of the weight that a loader multiplies by."""
+    own = record.error.relative_error if record.error else None if record.sha256 else 0.0
+    if found is None or found.global_scale is None or (found.in_rows and record.error is None):
+        return replace(record, error_as_loaded=None if found else own, reason=found.reason if found else "")
+    module = module_of(record.name) if record.name not in stored.stacks else record.name
+    weight = stored.weight(module)
+    taken = replace(weight, global_scale=found.global_scale)
+    if record.error is None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            own = float(np.abs(taken.decode.astype(np.float64) / weight.decode - 1).max())
+        return replace(record, error_as_loaded=own, reason=found.reason)
+    if found.in_rows:
+        views, parts = stored.source.views, stored.parts(module)
+        codes, scales = (views[n].source.read(n) for n in (parts.codes, parts.scales))
+        taken = replace(taken, codes=codes, scales=scales.view(np.uint8))
+    w = _swapped(source.array(record.name)) if weight.kn else source.array(record.name)
+    error = error_stats(w, taken).relative_error
+    source.release(record.name)
+    stored.release(module)
+    return replace(record, error_as_loaded=error, reason=found.reason)
+
+
+def _kept_name(stored: Stored, module: str) -> str:
+    return name if (name := module + WEIGHT) in stored.source.places else module
+
+
+def _unread(name: str, found: Loaded, stored: Stored) -> Record:
+    entry = stored.source.entry(name)
+    return Record(name, entry.shape, entry.tag, None, None, "", reason=found.reason)
 
 
 def _sha256(*arrays: np.ndarray) -> str:
@@ -318,6 +395,8 @@ def as_json(records: list[Record]) -> list[JSON]:
             values = (v if v is None or math.isfinite(v) else None for v in vars(r.error).values())
             t |= dict(zip(_KEYS, values, strict=True))
         t["sha256"] = r.sha256
+        if r.reason or r.error_as_loaded is not None:
+            t |= {"rel_err_as_loaded": r.error_as_loaded, "reason": r.reason or None}
         if r.peer_differs is not None:
             t["differs_in_compressed_tensors"] = r.peer_differs
         out.append(t)

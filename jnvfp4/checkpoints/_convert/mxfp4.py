@@ -1,8 +1,10 @@
-"""Converts MXFP4 weights, which gpt-oss has, to NVFP4 with the same values where that is possible.
+"""Converts MXFP4 weights, which gpt-oss and DeepSeek-V4 have, to NVFP4 with the same values where that is possible.
 
 A stack of experts ``NAME`` is stored as ``NAME_blocks``, U8 [E, N, K/32, 16], two E2M1 codes per byte with the even
 element in the low half, and ``NAME_scales``, U8 [E, N, K/32], E8M0: an exponent of 2, plus 127. Decoded it is
-[E, K, N], as in ``convert_moe_packed_tensors`` of transformers' integrations/mxfp4.py.
+[E, K, N], as in ``convert_moe_packed_tensors`` of transformers' integrations/mxfp4.py. A weight of one module ``M``,
+U8 or I8 [N, K/2] with U8 or F8_E8M0 [N, K/32], is ``M.weight_packed`` and ``M.weight_scale`` in mxfp4-pack-quantized,
+``M.weight`` and ``M.weight_scale`` in Model Optimizer, ``M.weight`` and ``M.scale`` in DeepSeek-V4.
 
 An NVFP4 scale is an E4M3 number times S_dec. With a power of 2 as S_dec, E4M3's 18 powers of 2 (2^-9 to 2^8) cover 18
 exponents: blocks of 16 whose scale is among them have the values of MXFP4, bit for bit. S_dec puts the largest scale
@@ -20,12 +22,13 @@ from .._files.errors import CheckpointError
 from .._files.files import Rows, slices
 from .._files.safetensors import Planned
 from .._files.source import Source, View
-from .._layouts.names import is_stack
+from .._layouts.fp8 import POWERS, powers
+from .._layouts.names import WEIGHT, is_stack
 from .._layouts.stored import VALUES
 from .encode import Amax
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_NAN = 255  # of E8M0
+_MODULES = ((".weight_packed", ".weight_scale"), (WEIGHT, ".weight_scale"), (WEIGHT, ".scale"))
 _LARGEST, _SMALLEST = 8, -9  # exponents of E4M3's powers of 2
 _LARGEST_SCALE = 124  # as an exponent of 2
 _INFINITE = 0x7F80  # the bits of bfloat16, and above them NaN
@@ -44,39 +47,54 @@ def _lowest_bits() -> np.ndarray:
 
 # ---------------------------------------------------------------- decoding
 def mxfp4_views(source: Source) -> Iterator[View]:
-    """Finds the stacks in MXFP4 and shows them in bfloat16, [E, K, N], which holds all of their values.
+    """Finds the weights in MXFP4 and shows them in bfloat16, stacks as [E, K, N], which holds all of their values.
 
     Raises:
       CheckpointError: shapes or dtypes of codes and scales do not fit.
     """
-    for blocks in source.entries():
-        name = blocks.name.removesuffix(_BLOCKS)
-        if name == blocks.name or not is_stack(name) or name + _SCALES not in source.places:
-            continue
-        scales = source.entry(name + _SCALES)
-        if blocks.tag != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != BLOCK:
-            raise CheckpointError(f"is {blocks.tag} {list(blocks.shape)}", "U8 [E, N, K/32, 16]", tensor=blocks.name)
-        if (scales.tag, scales.shape) != ("U8", blocks.shape[:3]):
-            expected = f"U8 {list(blocks.shape[:3])}"
-            raise CheckpointError(f"is {scales.tag} {list(scales.shape)}", expected, tensor=scales.name)
-        yield _view(source, name, blocks, scales)
+    for codes in source.entries():
+        stack = codes.name.removesuffix(_BLOCKS)
+        if stack != codes.name and is_stack(stack) and stack + _SCALES in source.places:
+            scales = source.entry(stack + _SCALES)
+            if codes.tag != "U8" or len(codes.shape) != 4 or codes.shape[3] != BLOCK:
+                raise CheckpointError(f"is {codes.tag} {list(codes.shape)}", "U8 [E, N, K/32, 16]", tensor=codes.name)
+            if (scales.tag, scales.shape) != ("U8", codes.shape[:3]):
+                expected = f"U8 {list(codes.shape[:3])}"
+                raise CheckpointError(f"is {scales.tag} {list(scales.shape)}", expected, tensor=scales.name)
+            yield _view(source, stack, codes, scales, ())
+        elif found := _of_module(source, codes):
+            module, scales = found
+            names = (f"{module}.input_scale", f"{module}.input_global_scale")  # of activations
+            yield _view(source, module + WEIGHT, codes, scales, tuple(n for n in names if n in source.places))
 
 
-def _view(source: Source, name: str, blocks: Planned, scales: Planned) -> View:
-    e, n, groups, _ = blocks.shape
-    decoded = Planned(name, "BF16", (e, 2 * BLOCK * groups, n), kn=True, mxfp4=True)
+def _of_module(source: Source, codes: Planned) -> tuple[str, Planned] | None:
+    """Finds the scales of one weight [N, K], and names its module; None if it is not in MXFP4."""
+    if codes.tag not in ("U8", "I8") or len(codes.shape) != 2 or codes.shape[1] % BLOCK:
+        return None
+    pairs = ((codes.name.removesuffix(s), scale) for s, scale in _MODULES if codes.name.endswith(s))
+    found = ((module, source.entry(module + scale)) for module, scale in pairs if module + scale in source.places)
+    shape = codes.shape[0], codes.shape[1] // BLOCK
+    return next(((module, s) for module, s in found if s.tag in POWERS and s.shape == shape), None)
 
-    def compute(experts: slice) -> np.ndarray:
-        exponents = source.read(scales.name, experts)
+
+def _view(source: Source, name: str, codes: Planned, scales: Planned, unused: tuple[str, ...]) -> View:
+    *rows, groups = scales.shape
+    shape = (*rows, 2 * BLOCK * groups)
+    stacked = len(shape) == 3
+    decoded = Planned(name, "BF16", (shape[0], shape[2], shape[1]) if stacked else shape, kn=stacked, mxfp4=True)
+
+    def compute(rows: slice) -> np.ndarray:
+        factors = powers(source.read(scales.name, rows))[..., None]
         with np.errstate(over="ignore"):  # what becomes infinite is an error when the amax is found
-            powers = np.ldexp(np.float32(1), exponents.astype(int) - 127)
-            powers = np.where(exponents == _NAN, np.float32(np.nan), powers)[..., None]
-            pairs = source.read(blocks.name, experts)
-            values = np.stack([VALUES[pairs & 15], VALUES[pairs >> 4]], axis=-1).reshape(*exponents.shape, -1) * powers
-        return values.astype(decoded.dtype).reshape(-1, n, decoded.shape[1]).transpose(0, 2, 1)
+            pairs = source.read(codes.name, rows).view(np.uint8)
+            q = np.stack([VALUES[pairs & 15], VALUES[pairs >> 4]], axis=-1)
+            values = (q.reshape(*factors.shape[:-1], 2 * BLOCK) * factors).astype(decoded.dtype)
+        values = values.reshape(-1, *shape[1:])
+        return values.transpose(0, 2, 1) if stacked else values
 
-    rows = Rows(decoded.shape, decoded.dtype, compute)
-    return View(decoded, source, (blocks.name, scales.name), lambda: rows)
+    computed = Rows(decoded.shape, decoded.dtype, compute)
+    return View(decoded, source, (codes.name, scales.name, *unused), lambda: computed)
 
 
 # ---------------------------------------------------------------- encoding

@@ -34,9 +34,9 @@ class ConvertOptions:
         calibration may never reach, the largest amax of the same projection of its sibling experts.
       kv_cache: the KV cache that the config asks for.
       experts: "keep" leaves experts as they are; "per-expert" gives each its own tensors; "stacked" puts all in one.
-      expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the model type.
-      dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row or one per 128x128 block; "mxfp4"
-        decodes stacks of experts in MXFP4, as in gpt-oss, and gives them NVFP4 scales that are powers of 2.
+      expert_layout: axes of a stack of experts, [E, N, K] or [E, K, N]; "auto" decides by the config.
+      dequantize_input: "fp8" decodes FP8 weights with one scale, a scale per row, or one per 128x128 block or 32
+        elements (MXFP8); "mxfp4" also decodes MXFP4 and gives it NVFP4 scales that are powers of 2.
       share: expressions for further groups of modules that share a global scale.
       max_shard_bytes: the size of output shards; None keeps the shards of the source.
       on_nonfinite: how to treat a NaN or infinity in a weight: an error, or leave the weight's group unquantized.

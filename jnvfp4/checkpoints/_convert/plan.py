@@ -8,13 +8,13 @@ from ...spec import BLOCK
 from .._files.errors import CheckpointError
 from .._files.files import check_finite
 from .._files.safetensors import JSON, Planned
-from .._files.source import CONFIG, Source, index_file, read_json
+from .._files.source import CONFIG, PARAMS, Source, index_file, read_json
 from .._layouts.base import Layout, Parts, Quantization
 from .._layouts.fp8 import fp8_weights
 from .._layouts.layouts import LAYOUTS
 from .._layouts.loaders import linear_modules
-from .._layouts.names import Group, is_kv_scale, module_of, sibling_experts
-from .._layouts.unsupported import factors
+from .._layouts.names import Group, is_kv_scale, module_of, sibling_experts, split_role
+from .._layouts.unsupported import factors, mlx_refusal
 from .choices import Choice, choose
 from .options import ConvertOptions, is_amax
 from .views import converted_view
@@ -103,7 +103,18 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
     scales, uncalibrated = _input_scales(options, groups, {*map(module_of, choices)})
-    return _plan_of(view, options, choices, groups, scales, view.warnings + warnings + uncalibrated)
+    warnings = view.warnings + warnings + uncalibrated + _of_gates(view, groups)
+    return _plan_of(view, options, choices, groups, scales, warnings)
+
+
+def _of_gates(source: Source, groups: Collection[Group]) -> tuple[str, ...]:
+    """Warns of projections half of whose rows are a gate: Model-Optimizer#2091 measured 2 to 6 times the perplexity."""
+    models = ("qwen3_next", "qwen3_5")  # that have a gate unless their config says otherwise
+    if not any(c.get("attn_output_gate", str(c.get("model_type")).startswith(models)) for c in source.configs):
+        return ()
+    found = [m for g in groups for m in g.members if split_role(m)[1] in ("q_proj", "qkv_proj")]
+    text = f"half of the rows of {len(found)} modules is a gate, such as {found[:1]}; NVFP4 may ruin the model"
+    return (f"attn_output_gate: {text}; --ignore '*.{split_role(found[0])[1]}' keeps their groups",) if found else ()
 
 
 def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
@@ -134,21 +145,25 @@ def _plan_of(
     weights = {item.module: item for item in items.values() if item.choice.quantizes}
     shards = _shards(source, items, options.max_shard_bytes)
     spec = {"recipe": options.recipe, "amax_scope": format_.amax_scope, "e4m3_max": format_.e4m3_max}
-    quantization = Quantization(ignore, options.weight_only, options.kv_cache == "fp8", spec)
-    configs = layout.config_files(source.config or {}, quantization)
-    index = index_file({name: [p for item in items for p in item.outputs] for name, items in shards.items()})
+    quantization = Quantization(ignore, options.weight_only, "FP8" if options.kv_cache == "fp8" else "", spec)
+    configs = layout.config_files(source.config or {}, quantization, source.params)
+    outputs = {name: [p for item in items for p in item.outputs] for name, items in shards.items()}
+    index = index_file(outputs, source.stem)
     files = configs | index  # the index is last, so that an interrupted output looks incomplete
     return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, other_warnings)
 
 
 def _refuse_quantized(source: Source) -> None:
+    if refusal := mlx_refusal(source):
+        raise refusal
     config, expected = (source.config or {}).get("quantization_config"), "a model in high precision"
     if config:
-        method = config.get("quant_method") if isinstance(config, dict) else config
+        method = config.get("quant_method", config.get("qformat_weight")) if isinstance(config, dict) else config
         hint = (
             "repack changes the layout of NVFP4, dequantize undoes it; --dequantize-input fp8 decodes FP8, mxfp4 MXFP4"
         )
-        raise CheckpointError(f"is quantized already ({method})", expected, file=source.directory / CONFIG, hint=hint)
+        file = source.directory / (CONFIG if source.params is None else PARAMS)
+        raise CheckpointError(f"is quantized already ({method})", expected, file=file, hint=hint)
     suffixes = tuple(suffix for layout in LAYOUTS.values() for suffix in layout.global_suffixes)
     scales = [name for name in source.places if name.endswith(suffixes) or is_kv_scale(name)]
     scales += [name for name, _ in factors(source, source.places)]
@@ -256,8 +271,8 @@ def _shards(source: Source, items: Mapping[str, Item], max_bytes: int | None) ->
             return shards
     else:
         parts = _cut([item for part in by_file.values() for item in part], max_bytes)
-        shards = {f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors": tuple(p) for i, p in enumerate(parts)}
-    return shards if len(shards) > 1 else {"model.safetensors": next(iter(shards.values()))}
+        shards = {f"{source.stem}-{i + 1:05d}-of-{len(parts):05d}.safetensors": tuple(p) for i, p in enumerate(parts)}
+    return shards if len(shards) > 1 else {f"{source.stem}.safetensors": next(iter(shards.values()))}
 
 
 def _cut(items: list[Item], max_bytes: int) -> list[list[Item]]:

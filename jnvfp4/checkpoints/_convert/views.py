@@ -12,11 +12,12 @@ import numpy as np
 from ...spec import BLOCK
 from .._files.errors import CheckpointError, OptionError
 from .._files.files import Rows
-from .._files.safetensors import Planned
+from .._files.safetensors import JSON, Planned
 from .._files.source import CONFIG, Source, View, without_quantization
+from .._layouts.forms import without_marks
 from .._layouts.fp8 import dtype_of_origin, fp8_weights
 from .._layouts.loaders import is_expert_stack
-from .._layouts.names import WEIGHT, module_of, split_expert
+from .._layouts.names import WEIGHT, is_other, module_of, split_expert, split_role
 from .mxfp4 import mxfp4_views
 from .options import ConvertOptions, ExpertLayout
 
@@ -25,7 +26,13 @@ _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))  # gate and up, in either con
 _ROLES = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _STACK_NAMES = {"w2": "down_proj"}  # the name in a stack, where gate and up are gate_up_proj
 _INTERLEAVED_MODELS = ("gpt_oss",)  # model types with gate and up in the even and the odd columns
-_KN_MODELS = ("llama4", "llama4_text", "gpt_oss")  # model types with stacks [E, K, N]; others have [E, N, K]
+# Where sizes say nothing, as of square experts: model types with stacks [E, K, N], and with [E, N, K].
+_KN_MODELS = ("llama4", "llama4_text", "gpt_oss", "qwen3_vl_moe", "qwen3_vl_moe_text")
+_NK_MODELS = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "deepseek_v3", "glm4_moe", "nemotron_h")
+# Entries of configs: what experts read and write, and what is between their projections.
+_OUTER_SIZES = ("hidden_size", "moe_latent_size", "d_model", "n_embd", "dim")
+_INNER_SIZES = ("moe_intermediate_size", "intermediate_size", "moe_ffn_hidden_size", "ffn_hidden_size", "hidden_dim")
+_INTO_OUTER = ("down_proj", "w2")
 
 
 def converted_view(source: Source, options: ConvertOptions) -> Source:
@@ -42,19 +49,43 @@ def converted_view(source: Source, options: ConvertOptions) -> Source:
 
 # ---------------------------------------------------------------- experts
 def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
-    """Returns whether a stack of experts is [E, K, N]."""
+    """Returns whether a stack of experts is [E, K, N], by the sizes in the config, or else by the model type."""
     if entry.kn is not None:
         return entry.kn
     if expert_layout != "auto":
         return expert_layout == "kn"
+    nk, kn = (_fit(entry.name, entry.shape[axis], entry.shape[3 - axis], source.config) for axis in (1, 2))
+    if nk != kn:
+        return kn > nk
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
-    if model is not None:
-        return model in _KN_MODELS
     fits = [entry.shape[axis] % BLOCK == 0 for axis in (2, 1)]
+    if model in (*_KN_MODELS, *_NK_MODELS) or not any(fits):
+        return model in _KN_MODELS
     if all(fits):
-        observed = f"may be [E, N, K] or [E, K, N], and {CONFIG} has no model_type"
-        raise CheckpointError(observed, "a model_type", tensor=entry.name, hint="--expert-layout nk or kn")
+        observed = f"may be [E, N, K] or [E, K, N]: neither sizes nor model_type in {CONFIG} tell"
+        expected = "hidden_size and moe_intermediate_size that do"
+        raise CheckpointError(observed, expected, tensor=entry.name, hint="--expert-layout nk or kn")
     return not fits[0]
+
+
+def has_blocks_along_n(name: str, shape: tuple[int, ...], config: JSON | None) -> bool:
+    """Tells whether what a quantized stack has as N and K are K and N by the sizes in the config."""
+    return len(shape) == 3 and _fit(name, shape[1], shape[2], config) < _fit(name, shape[2], shape[1], config)
+
+
+def _fit(name: str, n: int, k: int, config: JSON | None) -> int:
+    """Counts which of N and K are sizes that the config has for a projection of experts."""
+    role = split_role(name)[1]
+    outer, inner = (n, k) if role in _INTO_OUTER else (k, n)
+    inner = inner // 2 if role == _FUSED else inner
+    return (outer in _sizes(config, _OUTER_SIZES)) + (inner in _sizes(config, _INNER_SIZES))
+
+
+def _sizes(config: object, keys: tuple[str, ...]) -> set[object]:
+    """Gives the values of the entries of a config and of the parts of it that describe language models."""
+    items = config.items() if isinstance(config, dict) else ()
+    nested = (_sizes(v, keys) for k, v in items if not is_other(k))
+    return {v for k, v in items if k in keys and isinstance(v, int)}.union(*nested)
 
 
 def per_expert(source: Source, expert_layout: ExpertLayout) -> Source:
@@ -133,10 +164,12 @@ def _stack_of(source: Source, name: str, parts: list[dict[int, str]]) -> View:
 
 # ---------------------------------------------------------------- quantized sources
 def decoded(source: Source, form: Literal["fp8", "mxfp4"]) -> Source:
-    """Shows FP8 weights in their dtype of origin, or MXFP4 stacks in bfloat16, in a model that is not quantized."""
-    tag = dtype_of_origin(source)
-    views = [w.view(tag) for w in fp8_weights(source)] if form == "fp8" else [*mxfp4_views(source)]
+    """Shows FP8 weights in their dtype of origin, with MXFP4 in bfloat16 or alone, in a model that is not quantized."""
+    rows, tag = without_marks(source), dtype_of_origin(source)
+    views = [*mxfp4_views(rows)] if form == "mxfp4" else []
+    if views or form == "fp8":
+        views += (w.view(tag) for w in fp8_weights(rows))
     if not views:
         return source
     config = None if source.config is None else without_quantization(source.config)
-    return replace(source.with_views(views), config=config)
+    return replace(rows.with_views(views), config=config)

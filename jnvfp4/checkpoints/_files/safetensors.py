@@ -45,12 +45,18 @@ DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F32": np.dtype(np.float32),
+    "C64": np.dtype(np.complex64),
     "F64": np.dtype(np.float64),
 }
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # of dtypes that share bytes: arrays of them are the bytes
+DTYPES |= dict.fromkeys(BITS, np.dtype(np.uint8))
 FLOATS = ("BF16", "F16", "F32")  # the dtypes of weights that are quantized without a cast
 
 
@@ -72,8 +78,17 @@ class Planned:
         return DTYPES[self.tag]
 
     @property
+    def array_shape(self) -> tuple[int, ...]:
+        """The shape of an array of it: of bytes, where elements share them."""
+        if self.tag not in BITS:
+            return self.shape
+        *rows, k = self.shape or (1,)
+        whole = k * BITS[self.tag] % 8 == 0
+        return (*rows, k * BITS[self.tag] // 8) if whole else (self.nbytes,)
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * BITS.get(self.tag, 8 * self.dtype.itemsize) // 8
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,8 @@ def _parse_header(header: JSON, start: int, size: int, path: Path) -> tuple[dict
             raise CheckpointError(observed, f"byte {end}", file=path, tensor=entry.name)
         end = entry.end
     if end != size:
-        raise CheckpointError(f"is {size} bytes long, but its tensors end at byte {end}", "the same byte", file=path)
+        observed = f"has {size - end} bytes behind its tensors, which end at byte {end}"
+        raise CheckpointError(observed, f"{end} bytes", file=path)
     return entries, metadata
 
 
@@ -179,10 +195,12 @@ def _entry(name: str, value: object, start: int, size: int, path: Path) -> Entry
     begin, end = (start + n for n in offsets)
     if not begin <= end <= size:
         raise wrong(f"is at bytes {begin} to {end} of a file of {size} bytes", "bytes within the file")
-    nbytes = math.prod(shape) * DTYPES[tag].itemsize
-    if end - begin != nbytes:
-        raise wrong(f"has {end - begin} bytes", f"{nbytes}, as {tag} {shape} needs")
-    return Entry(name, tag, tuple(shape), begin)
+    entry = Entry(name, tag, tuple(shape), begin)
+    if math.prod(shape) * BITS.get(tag, 8) % 8:
+        raise wrong(f"is {tag} {shape}", "whole bytes")
+    if end - begin != entry.nbytes:
+        raise wrong(f"has {end - begin} bytes", f"{entry.nbytes}, as {tag} {shape} needs")
+    return entry
 
 
 class File:
@@ -237,10 +255,11 @@ class File:
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or some rows of it."""
         entry = self.entries[name]
-        count = entry.shape[0] if entry.shape else 1
+        shape = entry.array_shape
+        count = shape[0] if shape else 1
         first, stop, step = rows.indices(count)
         assert step == 1, rows
-        out = np.empty((stop - first, *entry.shape[1:]) if entry.shape else (), entry.dtype)
+        out = np.empty((stop - first, *shape[1:]) if shape else (), entry.dtype)
         left = out.reshape(-1).view(np.uint8).data
         offset = entry.begin + first * entry.nbytes // max(count, 1)
         while left:
@@ -255,7 +274,7 @@ class File:
         """Gives a tensor as a read-only view of the file."""
         entry = self.entries[name]
         count = entry.nbytes // entry.dtype.itemsize
-        return np.frombuffer(self._map, entry.dtype, count, entry.begin).reshape(entry.shape)
+        return np.frombuffer(self._map, entry.dtype, count, entry.begin).reshape(entry.array_shape)
 
     def release(self, name: str) -> None:
         """Drops a tensor's pages from memory, so that a long file does not fill it."""
@@ -288,7 +307,7 @@ class Writer:
     def put(self, name: str, data: np.ndarray, at: int = 0) -> None:
         """Writes a tensor, or some of its elements, the first of which is element ``at``."""
         planned, offset = self._places[name]
-        assert TAGS[data.dtype] == planned.tag, (name, data.dtype, planned)
+        assert data.dtype == planned.dtype, (name, data.dtype, planned)
         raw = np.ascontiguousarray(data).view(np.uint8).reshape(-1).data
         _write(self._file, raw, offset + at * data.dtype.itemsize)
         self.written[name] += data.nbytes

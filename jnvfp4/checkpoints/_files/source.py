@@ -1,7 +1,7 @@
 """Opens the files of a checkpoint: which tensor is in which file, checked against every header and the index."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +16,10 @@ from .safetensors import JSON, File, Planned, json_object
 
 CONFIG = "config.json"
 HF_QUANT = "hf_quant_config.json"
-INDEX = "model.safetensors.index.json"
+PARAMS = "params.json"  # Mistral's config
 SHARD = ".safetensors"  # what the names of files with tensors end in
+_STEMS = ("model", "diffusion_pytorch_model", "consolidated")  # what names of shards begin with, and of their index
+INDEXES = tuple(f"{stem}{SHARD}.index.json" for stem in _STEMS)
 _PICKLES = (".bin", ".pt", ".pth")
 
 
@@ -31,7 +33,7 @@ def read_json(path: Path) -> JSON:
 def links_outside(path: Path, directory: Path) -> bool:
     """Tells whether a file of the directory is a link to a file outside; the Hugging Face cache links to its blobs."""
     inside = directory.resolve()
-    blobs = [inside.parents[1] / "blobs"] if inside.parent.name == "snapshots" else []
+    blobs = [p.parents[1] / "blobs" for p in (inside, *inside.parents) if p.parent.name == "snapshots"]
     return not any(path.resolve().is_relative_to(d) for d in (inside, *blobs))
 
 
@@ -60,10 +62,12 @@ class Source:
       directory: the directory of the files.
       files: the shards, by file name.
       places: the file name of each tensor's shard; a view has the shard of its first part.
-      config: the content of ``config.json``, or None if there is no such file.
+      config: the content of ``config.json``, or None if there is no such file. A quantization in ``params`` is in it.
       warnings: sentences about findings that are no errors.
       single_file: whether the user named one file, so that its directory may have files of other models.
       views: the tensors that are computed, by name.
+      params: the content of ``params.json``, where ``config.json`` describes no model.
+      stem: what the names of shards of a loader begin with.
     """
 
     directory: Path
@@ -73,6 +77,8 @@ class Source:
     warnings: tuple[str, ...] = ()
     single_file: bool = False
     views: Mapping[str, View] = field(default_factory=dict)
+    params: JSON | None = None
+    stem: str = _STEMS[0]
 
     def entry(self, name: str) -> Planned:
         """Describes a tensor."""
@@ -92,8 +98,10 @@ class Source:
 
     def rows(self, name: str) -> np.ndarray | Rows:
         """Returns a tensor whose rows are read or computed when they are used."""
+        if name in self.views:
+            return self.array(name)
         entry = self.entry(name)
-        return self.array(name) if name in self.views else Rows(entry.shape, entry.dtype, partial(self.read, name))
+        return Rows(entry.array_shape, entry.dtype, partial(self.read, name))
 
     def with_views(self, views: Iterable[View]) -> "Source":
         """Shows views in place of the tensors that they are made of."""
@@ -154,21 +162,80 @@ def open_source(path: Path) -> Source:
         raise CheckpointError("is no checkpoint", f"a file whose name ends in {SHARD}", file=path, hint=hint)
     if not directory.is_dir():
         raise CheckpointError("does not exist", "a directory or a file", file=path)
-    index = None if single_file else _read_index(path)
     present = [path.name] if single_file else sorted(p.name for p in path.glob(f"*{SHARD}"))
-    names = present if index is None else sorted(set(index.values()))
+    index_path = None if single_file else _index_of(path, present)
+    index = None if index_path is None else _read_index(index_path)
+    names, warnings = _without_copies(present) if index is None else (sorted(set(index.values())), ())
     if not names:
         raise CheckpointError(f"has no *{SHARD} file", file=path, hint=_pickle_hint(path))
-    warnings = tuple(f"{name}: not in the index, ignored" for name in present if name not in names)
-    files, config = _open_shards(directory, names), _read_if_there(directory / CONFIG)
+    files, config, params = _open_shards(directory, names), *_read_configs(directory)
     places = _places_of(directory, files)
-    if index is not None:
-        _check_index(directory / INDEX, index, places)
+    if index_path is not None and index is not None:
+        _check_index(index_path, index, places)
+        more, warnings = _outside_index(directory, [name for name in present if name not in names], places)
+        files, places = files | more, places | _places_of(directory, more)
     if not places:
         raise CheckpointError("has no tensor", "a model", file=path)
     if config is None:
         warnings += (f"{directory / CONFIG}: missing, so the number of layers and the model type are unknown",)
-    return Source(directory, files, places, config, warnings, single_file)
+    named = names if index_path is None else [index_path.name]
+    stem = next((stem for stem in _STEMS if all(name.startswith(stem) for name in named)), _STEMS[0])
+    return Source(directory, files, places, config, warnings, single_file, params=params, stem=stem)
+
+
+def _index_of(directory: Path, present: list[str]) -> Path | None:
+    """Finds the index. That of Mistral's files is none of the model beside those of transformers."""
+    stems = _STEMS[:2] if any(name.startswith(_STEMS[0]) for name in present) else _STEMS
+    paths = [directory / INDEXES[_STEMS.index(stem)] for stem in stems]
+    return next((path for path in paths if os.path.lexists(path)), None)
+
+
+def _without_copies(present: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Leaves out Mistral's copy of a model beside that of transformers, with a warning."""
+    model = next((name for name in present if name.startswith(_STEMS[0])), None)
+    copies = [name for name in present if model and name.startswith(_STEMS[2])]
+    text = f"a copy of the model for other loaders, beside {model}: ignored"
+    return [name for name in present if name not in copies], tuple(f"{name}: {text}" for name in copies)
+
+
+def _outside_index(
+    directory: Path, names: list[str], places: Mapping[str, str]
+) -> tuple[dict[str, File], tuple[str, ...]]:
+    """Opens the files that are not in the index, and gives warnings of these and of files that are no part of it."""
+    files: dict[str, File] = {}
+    warnings = []
+    for name in names:
+        taken = {*places, *(tensor for file in files.values() for tensor in file.entries)}
+        found = _part_of_model(directory / name, taken)
+        if isinstance(found, File):
+            files[name] = found
+            found = f"its tensors are taken into the output: {len(found.entries)}"
+        warnings.append(f"{name}: not in the index, {found}")
+    return files, tuple(warnings)
+
+
+def _part_of_model(path: Path, taken: Container[str]) -> File | str:
+    """Opens a file whose tensors are not among others of the model, or says why it is none."""
+    if path.name.startswith(("adapter", _STEMS[2])):
+        return f"{'an adapter' if path.name[0] == 'a' else 'a copy of the model for other loaders'}: ignored"
+    if not _is_text(path.name) or not path.is_file() or links_outside(path, path.parent):
+        return f"{'a link out of the directory' if path.is_file() else 'no regular file'}: ignored"
+    try:
+        file = File(path)
+    except CheckpointError as e:
+        return f"{str(e).removeprefix(f'{path}: ')}: ignored"
+    both = next((tensor for tensor in file.entries if tensor in taken), None)
+    return file if both is None else f"but has {both!r:.200}, which is: ignored"
+
+
+def _read_configs(directory: Path) -> tuple[JSON | None, JSON | None]:
+    """Reads ``config.json``, and Mistral's ``params.json`` where that describes no model; each is None if missing."""
+    config = _read_if_there(directory / CONFIG)
+    if (config or {}).keys() - {"quantization_config", "torch_dtype", "dtype"}:
+        return config, None
+    params = _read_if_there(directory / PARAMS)
+    quantization = (params or {}).get("quantization")
+    return {**(config or {}), "quantization_config": quantization} if quantization else config, params
 
 
 def _refuse_unfinished(directory: Path) -> None:
@@ -206,12 +273,8 @@ def read_hf_quant(source: Source) -> JSON:
     return _read_if_there(source.directory / HF_QUANT) or {}
 
 
-def _read_index(directory: Path) -> Mapping[str, str] | None:
-    path = directory / INDEX
-    content = _read_if_there(path)
-    if content is None:
-        return None
-    index = content.get("weight_map")
+def _read_index(path: Path) -> Mapping[str, str]:
+    index = (_read_if_there(path) or {}).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(v, str) for v in index.values()):
         raise CheckpointError("has no weight_map", "file names by tensor name", file=path)
     for tensor, name in index.items():
@@ -231,19 +294,30 @@ def without_quantization(config: JSON) -> JSON:
     return out
 
 
-def index_file(shards: Mapping[str, Iterable[Planned]]) -> dict[str, JSON]:
+def params_file(params: JSON, quantization: JSON | None = None) -> dict[str, JSON]:
+    """Makes Mistral's ``params.json``, by file name."""
+    ordinary = {key: value for key, value in params.items() if key != "quantization"}
+    return {PARAMS: ordinary if quantization is None else {**ordinary, "quantization": quantization}}
+
+
+def index_file(shards: Mapping[str, Iterable[Planned]], stem: str) -> dict[str, JSON]:
     """Makes the index of the tensors in several shards, by file name; one shard has none."""
     if len(shards) == 1:
         return {}
     places = {p.name: (shard, p.nbytes) for shard, tensors in shards.items() for p in tensors}
     size = sum(nbytes for _, nbytes in places.values())
-    return {INDEX: {"metadata": {"total_size": size}, "weight_map": {n: places[n][0] for n in sorted(places)}}}
+    name = INDEXES[_STEMS.index(stem)]
+    return {name: {"metadata": {"total_size": size}, "weight_map": {n: places[n][0] for n in sorted(places)}}}
+
+
+def _is_text(name: str) -> bool:
+    return name == name.encode(errors="ignore").decode()
 
 
 def _open_shards(directory: Path, names: list[str]) -> dict[str, File]:
     files = {}
     for name in names:
-        if name != name.encode(errors="ignore").decode():
+        if not _is_text(name):
             raise CheckpointError(f"has a file {name!r}", "names in UTF-8", file=directory)
         path = directory / name
         if not os.path.isfile(path):

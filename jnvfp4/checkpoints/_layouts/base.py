@@ -13,7 +13,7 @@ import numpy as np
 from ...spec import Format
 from .._files.errors import CheckpointError, Exit
 from .._files.safetensors import JSON, Planned
-from .._files.source import CONFIG, HF_QUANT, without_quantization
+from .._files.source import CONFIG, HF_QUANT, params_file, without_quantization
 from .loaders import Loader, Reading, fused_module
 from .names import KV_SCALE
 
@@ -33,11 +33,14 @@ class Parts(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """Says what a config is made for; only a layout that stores amaxes has the entries ``spec``."""
+    """Says what a config is made for; only a layout that stores amaxes has the entries ``spec``.
+
+    ``kv_cache`` is a name of Model Optimizer for the format, or "".
+    """
 
     ignore: list[str]
     weight_only: bool
-    fp8_kv_cache: bool = False
+    kv_cache: str = ""
     spec: Mapping[str, object] = {}
 
 
@@ -53,6 +56,7 @@ class Layout(ABC):
       global_shape: the shape of a global scale that is one number.
       kv_scale: the name of a scale of the KV cache in its attention module, with ``{0}`` for k or v.
       stacks: whether the layout can store all experts in one tensor.
+      kv_caches: the KV caches that its configs can ask for, by their names in Model Optimizer.
       unscaled_kv_cache: whether its loaders have an FP8 KV cache without scales for it.
       quant_method: its name in ``quantization_config``, or the start of it.
       nvfp4: the entries of configs that say that weights are NVFP4, with their values.
@@ -70,6 +74,7 @@ class Layout(ABC):
     global_shape: Shape = (1,)
     kv_scale: str = "{0}_scale"
     stacks: bool = True
+    kv_caches: tuple[str, ...] = ()
     unscaled_kv_cache: bool = False
     quant_method: str
     nvfp4: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -152,10 +157,15 @@ class Layout(ABC):
             return self.to_decode(stored) * np.float32(2688)
 
     # ------------------------------------------------------------ configs
-    def config_files(self, config: JSON | None, q: Quantization) -> dict[str, JSON]:
-        """Makes the configs of a quantized model by file name; one without a ``config.json`` stays without."""
+    def config_files(self, config: JSON | None, q: Quantization, params: JSON | None = None) -> dict[str, JSON]:
+        """Makes the configs of a quantized model by file name; one without a ``config.json`` stays without.
+
+        Beside Mistral's ``params.json`` vLLM takes any ``config.json`` for that of the model, so there is none.
+        """
         files: dict[str, JSON] = {}
-        if config is not None:
+        if params is not None and not self.stores_amax:
+            files |= params_file(params, None if self.hf_quant_keys else self.config(q))
+        elif config is not None:
             files[CONFIG] = {**without_quantization(config), "quantization_config": self.config(q)}
         hf_quant = self.hf_quant(q)
         return files if hf_quant is None else {**files, HF_QUANT: hf_quant}
@@ -170,7 +180,7 @@ class Layout(ABC):
 
     def is_named_by(self, config: JSON) -> bool:
         """Tells whether a ``quantization_config`` says that weights are stored so."""
-        named = all(config.get(key) in known for key, known in self.nvfp4.items())
+        named = all(str(config.get(key)).upper() in map(str.upper, known) for key, known in self.nvfp4.items())
         return named and config.get("quant_method") == self.quant_method
 
     def weight_only(self, algorithms: set[str], groups: Sequence[JSON]) -> bool | None:
@@ -194,10 +204,11 @@ class Layout(ABC):
         """
         listed = {*kept} | {"lm_head"} - {*quantized} or {"lm_head"}
         entries = sorted(self.ignore_entries(listed, {*quantized}))
-        for name, loader in self.loaders.items():
+        readings = {loader[:2]: name for name, loader in reversed([*self.loaders.items()])}  # each once
+        for (reads, asks_fused), name in reversed([*readings.items()]):
             for module, wanted in [*((m, True) for m in kept), *((m, False) for m in quantized)]:
-                asked = fused_module(module) if loader.asks_fused else module
-                entry = next((e for e in entries if loader.reads(e, asked)), None)
+                asked = fused_module(module) if asks_fused else module
+                entry = next((e for e in entries if reads(e, asked)), None)
                 if (entry is not None) == wanted:
                     continue
                 does = "would quantize it" if wanted else f"would keep it because of {entry!r}"

@@ -12,8 +12,9 @@ from .base import Layout, Parts, Peer, Quantization
 from .loaders import Loader, by_expression
 
 PACKED = "nvfp4-pack-quantized"
-# The only KV cache besides none that is written, or taken over from a checkpoint.
-FP8_KV_CACHE: JSON = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+# By their names in Model Optimizer: the KV caches that are written, or taken over from a checkpoint.
+_FLOAT: JSON = {"type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+KV_CACHES: dict[str, JSON] = {"FP8": {"num_bits": 8, **_FLOAT}, "NVFP4": {"num_bits": 4, **_FLOAT}}
 
 
 class _CompressedTensors(Layout):
@@ -35,7 +36,7 @@ class _CompressedTensors(Layout):
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": q.ignore,
-            "kv_cache_scheme": FP8_KV_CACHE if q.fp8_kv_cache else None,
+            "kv_cache_scheme": KV_CACHES.get(q.kv_cache),
         }
 
     def weight_only(self, algorithms: object, groups: Sequence[JSON]) -> bool | None:
@@ -71,8 +72,13 @@ COMPRESSED_TENSORS = _CompressedTensors(
     suffixes=Parts(".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale"),
     meaning="encode",
     stacks=False,
+    kv_caches=(*KV_CACHES,),
     quant_method="compressed-tensors",
     nvfp4={"format": (PACKED,)},
-    loaders={"compressed-tensors": Loader(by_expression)},
+    loaders={
+        "compressed-tensors": Loader(by_expression),
+        "vLLM": Loader(by_expression, lints=False, linear="smallest", experts="first"),
+        "SGLang": Loader(by_expression, lints=False, linear="smallest", experts="first", equal_if_weight_only=True),
+    },
     targets=by_expression,
 )

@@ -4,7 +4,9 @@ A weight ``M.weight``, F8_E4M3 [N, K], has one scale, a scale per row or one per
 times the scale. Its activations may have a scale, ``M.input_scale``. Shapes of the scales in files of Model Optimizer:
 [], [N] and [N/128, 1, K/128, 1], as vLLM's ModelOptFp8LinearMethod, ModelOptFp8PcPtLinearMethod and
 ModelOptFp8PbWoLinearMethod read them; of compressed-tensors: [1], [N, 1] and [N/128, K/128]
-(CompressedTensorsW8A8Fp8); of DeepSeek-V3: [N/128, K/128], under the name ``M.weight_scale_inv``.
+(CompressedTensorsW8A8Fp8); of DeepSeek-V3: [N/128, K/128], under the name ``M.weight_scale_inv``, of DeepSeek-V4
+``M.scale``, F8_E8M0. MXFP8 has a power of 2 per 32 elements: U8 or F8_E8M0 [N, K/32]. A stack of experts ``NAME``,
+[E, N, K], has scales of these shapes after an axis of E, ``NAME_weight_scale`` or ``NAME_scale_inv``.
 """
 
 import math
@@ -17,17 +19,18 @@ from .._files.errors import CheckpointError
 from .._files.files import Rows
 from .._files.safetensors import FLOATS, Planned
 from .._files.source import Source, View
-from .names import WEIGHT, module_of
+from .names import WEIGHT, is_stack, module_of
 
-FP8_SCALE_INV = ".weight_scale_inv"
-_SCALES = (".weight_scale", FP8_SCALE_INV)
-_BLOCK = 128
+_SCALES = (".weight_scale", ".weight_scale_inv", ".scale")
+_SCALES_OF_STACKS = ("_weight_scale", "_scale_inv", "_weight_scale_inv", "_scale")
+_BLOCK, _MX_BLOCK = 128, 32
+POWERS = ("U8", "F8_E8M0")  # dtypes of exponents of 2
 _TAGS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
 class Fp8Weight:
-    """Describes an FP8 weight [N, K] of a source.
+    """Describes an FP8 weight [N, K], or a stack of them [E, N, K], of a source.
 
     Attributes:
       source: the source, in which the weight is not decoded.
@@ -45,21 +48,27 @@ class Fp8Weight:
 
     @property
     def granularity(self) -> str:
-        """What has a scale of its own: "per tensor", "per channel" or "128x128"."""
-        n, k = self.entry.shape
-        return "per tensor" if self.unit == (n, k) else "per channel" if self.unit == (1, k) else "128x128"
+        """What has a scale of its own: "per tensor", "per channel", "128x128", or "MXFP8", where 32 elements have."""
+        *_, n, k = self.entry.shape
+        names = {(_BLOCK, _BLOCK): "128x128", (1, _MX_BLOCK): "MXFP8", (1, k): "per channel", (n, k): "per tensor"}
+        return names[self.unit]
 
     @property
     def scales(self) -> np.ndarray:
-        """The scales in float32, with an axis of rows and one of columns."""
-        n, k = (-(-size // unit) for size, unit in zip(self.entry.shape, self.unit, strict=True))
-        return self.source.read(self.scale.name).astype(np.float32).reshape(n, k)
+        """The scales in float32, with an axis of rows and one of columns, in a stack after the axis of experts."""
+        stored, shape = self.source.read(self.scale.name), self.entry.shape
+        units = [-(-size // unit) for size, unit in zip(shape[-2:], self.unit, strict=True)]
+        scales = powers(stored) if self.scale.tag in POWERS else stored.astype(np.float32)
+        lead = shape[:-2] if scales.size > 1 else [1] * len(shape[:-2])
+        return np.broadcast_to(scales.reshape(*lead, *units), (*shape[:-2], *units))
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:
-        """Decodes some rows to float32."""
-        factors = self.scales[np.arange(self.entry.shape[0])[rows] // self.unit[0]]
-        if factors.shape[1] > 1:
-            factors = np.repeat(factors, self.unit[1], axis=1)[:, : self.entry.shape[1]]
+        """Decodes some rows, or some experts of a stack, to float32."""
+        *lead, n, k = self.entry.shape
+        factors = self.scales[rows] if lead else self.scales
+        factors = factors[..., np.arange(n)[slice(None) if lead else rows] // self.unit[0], :]
+        if factors.shape[-1] > 1:
+            factors = np.repeat(factors, self.unit[1], axis=-1)[..., :k]
         with np.errstate(invalid="ignore"):  # a scale may be a signaling NaN
             return self.source.read(self.entry.name, rows).astype(np.float32) * factors
 
@@ -78,18 +87,19 @@ def fp8_weights(source: Source) -> Iterator[Fp8Weight]:
       CheckpointError: a scale has another shape or dtype.
     """
     for entry in source.entries():
-        if entry.tag != "F8_E4M3" or len(entry.shape) != 2 or not entry.name.endswith(WEIGHT):
+        stacked = len(entry.shape) == 3 and is_stack(entry.name)
+        if entry.tag != "F8_E4M3" or not (stacked or (len(entry.shape) == 2 and entry.name.endswith(WEIGHT))):
             continue
-        module = module_of(entry.name)
-        if scale := next((module + s for s in _SCALES if module + s in source.places), None):
-            activation = f"{module}.input_scale"
+        module, suffixes = module_of(entry.name), _SCALES_OF_STACKS if stacked else _SCALES
+        if scale := next((module + s for s in suffixes if module + s in source.places), None):
+            activation = f"{module}{'_' if stacked else '.'}input_scale"
             unit = _unit(entry, source.entry(scale))
             named = activation if activation in source.places else None
             yield Fp8Weight(source, entry, source.entry(scale), unit, named)
 
 
 def _unit(entry: Planned, scale: Planned) -> tuple[int, int]:
-    n, k = entry.shape
+    *experts, n, k = entry.shape
     blocks = -(-n // _BLOCK), -(-k // _BLOCK)
     shapes: dict[tuple[int, ...], tuple[int, int]] = {
         blocks: (_BLOCK, _BLOCK),
@@ -97,12 +107,23 @@ def _unit(entry: Planned, scale: Planned) -> tuple[int, int]:
         (n, 1): (1, k),
         (n,): (1, k),
         (): (n, k),
-        (1,): (n, k),
+        **({(1, 1): (n, k)} if experts else {(1,): (n, k)}),
     }
-    if scale.shape not in shapes or scale.tag not in FLOATS or not math.prod(entry.shape):
-        expected = f"a float, one, {n} for rows, or {list(blocks)}, one for {_BLOCK}x{_BLOCK}"
+    shapes = {(*experts, *shape): unit for shape, unit in shapes.items()}
+    if experts:
+        shapes |= {(): (n, k), (1,): (n, k)}
+    if scale.tag in POWERS:
+        shapes = (shapes if scale.tag != "U8" else {}) | {(*experts, n, -(-k // _MX_BLOCK)): (1, _MX_BLOCK)}
+    if scale.shape not in shapes or scale.tag not in (*FLOATS, *POWERS) or not math.prod(entry.shape):
+        expected = f"a float, one, {n} for rows, or {list(blocks)}, one for {_BLOCK}x{_BLOCK}; or U8 for {_MX_BLOCK}"
         raise CheckpointError(f"is {scale.tag}, has shape {list(scale.shape)}", expected, tensor=scale.name)
     return shapes[scale.shape]
+
+
+def powers(e8m0: np.ndarray) -> np.ndarray:
+    """Decodes exponents of 2, plus 127, to float32; 255 is NaN."""
+    exponents = e8m0.view(np.uint8).astype(int)
+    return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), np.minimum(exponents, 254) - 127))
 
 
 def dtype_of_origin(source: Source) -> str:

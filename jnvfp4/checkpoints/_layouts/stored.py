@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +14,13 @@ from .._files.errors import CheckpointError
 from .._files.safetensors import FLOATS
 from .._files.source import CONFIG, Source, open_source, read_hf_quant
 from .base import Layout, Parts
+from .forms import in_layout_form
 from .fp8 import Fp8Weight, dtype_of_origin, fp8_weights
 from .layouts import LAYOUTS
-from .names import WEIGHT, module_of
+from .modelopt import W4A8
+from .names import WEIGHT, Group, groups_of, module_of
 from .te import TE
-from .unsupported import config_refusal, tensor_refusal
+from .unsupported import algorithms_in, config_refusal, mlx_refusal, tensor_refusal
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([E2M1, -E2M1])  # the value of each code
@@ -109,18 +111,29 @@ class Stored:
             raise CheckpointError(f"e4m3_max is {e4m3_max!r}", "448 or 256", file=self.source.directory / CONFIG)
         return 256 if e4m3_max == 256 and self.layout.stores_amax else 448
 
+    @property
+    def fused(self) -> list[Group]:
+        """The groups of NVFP4 weights that loaders fuse."""
+        return groups_of(self.modules, k=lambda m: self.source.entry(self.parts(m).codes).shape[-1])
+
     def parts(self, module: str) -> Parts:
         """Names the tensors of a quantized weight."""
         return self.layout.parts(module, module in self.stacks)
 
     def name(self, module: str) -> str:
         """Gives the name that a module's weight had before quantization."""
+        if module in self.fp8:
+            return self.fp8[module].entry.name
         return module if module in self.stacks else module + WEIGHT
 
     def weight(self, module: str, rows: slice | None = None) -> Weight:
         """Gives a quantized weight as views of the file, or a copy of some rows or experts of it."""
         parts, source = self.parts(module), self.source
-        read = source.array if rows is None else partial(source.read, rows=rows)
+
+        def read(name: str) -> np.ndarray:
+            whole = rows is None and name not in source.views
+            return source.array(name) if whole else source.read(name, rows or slice(None))
+
         codes, scales = read(parts.codes), read(parts.scales)
         scales, global_scale = scales.view(np.uint8), source.read(parts.global_scale)
         if rows is not None and global_scale.size > 1:
@@ -141,9 +154,26 @@ class Stored:
         return name if entry.tag in FLOATS and entry.shape == (k,) else None
 
     def activation(self, module: str) -> np.ndarray | None:
-        """Gives the scale of a module's activations as it is stored; None if there is none."""
+        """Gives the scale of a module's activations as the layout stores it, for FP4; None if there is none."""
         name = self.parts(module).activation
-        return self.source.read(name) if name is not None and name in self.source.places else None
+        if name is None or name not in self.source.places:
+            return None
+        scale = self.source.read(name)
+        return scale / np.float32(6) if self.in_fp8(module) else scale  # amax / 448, and not amax / 2688
+
+    @cached_property
+    def _algorithms(self) -> tuple[dict[str, object], list[object]]:
+        return algorithms_in(self.source)
+
+    def algorithm(self, module: str) -> object:
+        """Gives the algorithm that a config of mixed formats names for a module, or for one that it is in."""
+        of, parts = self._algorithms[0], module.split(".")
+        above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((of[p] for p in above if p in of), None)
+
+    def in_fp8(self, module: str) -> bool:
+        """Tells whether a module's activations are FP8."""
+        return W4A8 in (self.algorithm(module), *self._algorithms[1])
 
     def release(self, module: str) -> None:
         """Drops a weight's pages from memory."""
@@ -181,6 +211,12 @@ def layout_of(source: Source) -> Layout | None:
     return named if named and (named.stores_amax or not _has_codes(source)) else None
 
 
+def named_modules(source: Source, layout: Layout) -> tuple[set[str], frozenset[str]]:
+    """Names the modules that have a global scale, and those among them that are stacks of experts."""
+    modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
+    return modules.union(*stacks), frozenset().union(*stacks)
+
+
 def _has_codes(source: Source) -> bool:
     return any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
 
@@ -214,18 +250,26 @@ def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
     """Finds the weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
-        other = _names_quantization(source)
-        hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
-        hint = "`jnvfp4 convert --dequantize-input fp8` makes one of it" if any(fp8_weights(source)) else hint
-        file = source.directory / CONFIG
-        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=file, hint=hint)
-    modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
+        raise no_nvfp4(source)
+    modules, stacks = named_modules(source, layout)
+    source = in_layout_form(source, layout, modules, stacks)
     fp8 = {module_of(w.entry.name): w for w in fp8_weights(source)}
     viewed = source.with_views(w.view(fp8_tag or dtype_of_origin(source)) for w in fp8.values())
-    stored = Stored(viewed, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks), fp8)
+    stored = Stored(viewed, layout, sorted(modules), stacks, fp8)
     for module in stored.modules:
         _check_weight(stored, module)
     return stored
+
+
+def no_nvfp4(source: Source) -> CheckpointError:
+    """Makes the error about a checkpoint that has no layout."""
+    other = _names_quantization(source)
+    hint = "read it with the software that wrote it" if other else "`jnvfp4 convert` makes one of it"
+    hint = "`jnvfp4 convert --dequantize-input fp8` makes one of it" if any(fp8_weights(source)) else hint
+    error = CheckpointError(
+        "has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG, hint=hint
+    )
+    return mlx_refusal(source) or error
 
 
 def _check_weight(stored: Stored, module: str) -> None:
@@ -244,7 +288,9 @@ def _check_weight(stored: Stored, module: str) -> None:
     for entry, tag, fitting in ((scales, layout.scales_tag, possible), (scale, "F32", shapes)):
         if entry.tag != tag or entry.shape not in fitting:
             expected = f"{tag} {' or '.join(str(list(p)) for p in fitting)}"
-            raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name)
+            of_32 = entry is scales and scales.shape == (*codes.shape[:-1], codes.shape[-1] // BLOCK)
+            hint = "blocks of 32 are read where a config has group_size 32" if of_32 else ""
+            raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name, hint=hint)
 
 
 def scale_shapes(codes: tuple[int, ...]) -> list[tuple[int, ...]]:

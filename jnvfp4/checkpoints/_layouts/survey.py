@@ -8,21 +8,20 @@ from typing import Literal
 
 import numpy as np
 
-from .._files.errors import CheckpointError
 from .._files.files import CHUNK_BYTES, pieces
 from .._files.safetensors import FLOATS, JSON, Planned
-from .._files.source import CONFIG, Source, read_hf_quant
+from .._files.source import Source, read_hf_quant
 from .base import Layout, Parts, Quantization
+from .forms import TILE, in_layout_form, padded_shape, unswizzled
 from .layouts import LAYOUTS, nvfp4_values
 from .loaders import Reading, linear_modules
 from .modelopt import ALGORITHMS
-from .names import FUSED, is_kv_scale, split_expert, split_role
-from .stored import Stored, layout_of, scale_shapes
-from .unsupported import config_refusal, tensor_refusal
+from .names import KV_BIAS, KV_SCALE, Group, family_of, groups_of, split_expert, split_role
+from .stored import Stored, layout_of, named_modules, no_nvfp4, scale_shapes
+from .unsupported import config_refusal, other_kv_cache, tensor_refusal
 
 TINY = np.finfo(np.float32).tiny
 NAN, _MINUS_ZERO = 0x7F, 0x80  # as E4M3
-_TILE = (128, 4)  # rows and columns of block scales that GEMMs read as one piece
 # Entries of configs that change no value, which the configs made here lack.
 _HARMLESS = {"version", "producer", "quantization_status", "global_compression_ratio", "activation_scheme", "observer"}
 _HARMLESS |= {"exclude_modules", "scale_dtype", "zp_dtype"}
@@ -86,9 +85,8 @@ class Item:
     @property
     def family(self) -> tuple[str, object]:
         """What it shares with weights that multiply the same or similar activations: fused ones, and other experts."""
-        expert, (parent, role) = split_expert(self.module), split_role(self.module)
-        parent = expert[0] if expert else parent
-        return parent, next((f for f in FUSED if role in f), role)
+        expert, (parent, roles) = split_expert(self.module), family_of(self.module)
+        return (expert[0] if expert else parent), roles
 
 
 def _count_bad(x: np.ndarray, *, zero: bool = False) -> int:
@@ -118,6 +116,37 @@ class Survey:
         return self.stored.layout
 
     @cached_property
+    def fused(self) -> list[Group]:
+        """The groups of weights that loaders fuse."""
+        return groups_of(self.items, k=lambda m: (self.items[m].shape or (None,))[-1])
+
+    @cached_property
+    def other_forms(self) -> dict[str, str]:
+        """How weights are stored that are shown as the layout stores them, by module."""
+        views, items = self.source.views.keys(), self.items.values()
+        out = {i.module: "numbers" for i in items if not views.isdisjoint(filter(None, i.parts))}
+        out |= {i.module: "blocks of 32" for i in items if i.parts.scales in views}
+        return out | {i.module: "tiles" for i in items if i.parts.codes in views}
+
+    @cached_property
+    def in_tiles(self) -> tuple[list[str], int]:
+        """The block scales of at most 64 weights that look like tiles, and of how many the order shows.
+
+        Rows and columns of a weight differ in size, so in the right order they explain more of the variance of its
+        scales. In another order they explain less than half of that.
+        """
+        plain = [i.scales for i in self.items.values() if i.scales and i.lie == "plain" and len(i.scales.shape) == 2]
+        fitting = [entry.name for entry in plain if padded_shape(*entry.shape) == entry.shape]
+        found, clear = [], 0
+        for name in fitting[:64] if not self.other_forms else ():
+            x = self.source.read(name, slice(0, 4 * TILE[0])).view(np.uint8)
+            (rows, noise), (tiles, noise_of_tiles) = map(_explained, (x, unswizzled(x, *x.shape)))
+            if max(rows / noise, tiles / noise_of_tiles) > 0.1:
+                clear += 1
+                found += [name] if tiles > 2 * rows else []
+        return found, clear
+
+    @cached_property
     def unquantized(self) -> list[str]:
         """The modules in 16 or 32 bits that loaders look up in the list of unquantized ones."""
         return linear_modules(e for n in self.stored.others if (e := self.source.entry(n)).tag in FLOATS)
@@ -125,7 +154,7 @@ class Survey:
     @cached_property
     def kv_scales(self) -> list[str]:
         """The names of scales of keys and values."""
-        return [n for n in self.stored.others if is_kv_scale(n) or split_role(n)[1] == "kv_scale"]
+        return [n for n in self.stored.others if KV_SCALE.fullmatch(n) or split_role(n)[1] == "kv_scale"]
 
     @cached_property
     def config(self) -> JSON | None:
@@ -143,7 +172,7 @@ class Survey:
     def algorithms(self) -> set[str]:
         """What the configs of Model Optimizer name as the algorithm."""
         named = (c.get("quant_algo") for c in (self.config, self.hf_quant) if c)
-        return {str(name) for name in named if name is not None}
+        return {str(name).upper() for name in named if name is not None}
 
     @cached_property
     def mixed(self) -> bool:
@@ -180,9 +209,12 @@ class Survey:
         """Whether the configs describe NVFP4 in one way for all weights, and configs made anew would lose nothing."""
         if self.mixed or self.dynamic or not self.one_input or config_refusal(self.source) is not None:
             return False
+        other_cache = other_kv_cache(self.source) or any(map(KV_BIAS.fullmatch, self.source.places))
+        if other_cache or self.other_forms or not self.items.keys() <= self.block_scales.keys():
+            return False
         if tensor_refusal(self.source, self.stored.others) is not None:  # such as AWQ's factors
             return False
-        made = self.layout.config(Quantization([], weight_only=False, fp8_kv_cache=True))
+        made = self.layout.config(Quantization([], weight_only=False, kv_cache="FP8"))
         known = {*_keys(made), "kv_cache_quant_algo", *_HARMLESS}
         hf_quant = read_hf_quant(self.source)
         sections = [c.get("quantization_config") or {} for c in self.source.configs]
@@ -193,13 +225,6 @@ class Survey:
         four_bits = all(n.get("num_bits") in (None, 4) for n in numbers)
         return four_bits and all(key in known or _is_empty(value) for key, value in entries)
 
-    @cached_property
-    def _algorithm_of(self) -> dict[str, object]:
-        """The algorithms that a config of mixed formats gives to modules and all below them."""
-        layers = [(c or {}).get("quantized_layers") for c in (self.config, self.hf_quant)]
-        given = [item for found in layers if isinstance(found, dict) for item in found.items()]
-        return {name.rstrip("*").rstrip("."): v.get("quant_algo") for name, v in given if isinstance(v, dict)}
-
     def leaves_activations(self, module: str) -> bool:
         """Tells whether loaders look for no scale of a module's activations, while they may for those of others."""
         if self.layout.targets is not None and not self.one_input:
@@ -207,9 +232,7 @@ class Survey:
             return group.get("input_activations") is None or _is_dynamic(group)
         if self.dynamic:
             return True
-        parts = module.split(".")
-        above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        return next((self._algorithm_of[p] for p in above if p in self._algorithm_of), None) == ALGORITHMS[1]
+        return self.stored.algorithm(module) == ALGORITHMS[1]
 
     def _group_of(self, module: str, reads: Reading) -> JSON:
         """Finds the group that loaders take: the first that names the module, or its class."""
@@ -250,17 +273,25 @@ class Survey:
         assert item.codes is not None
         ((n, k),) = scale_shapes(item.codes.shape)
         raw = self.source.read(item.parts.scales).view(np.uint8)
-        tiles = math.ceil(n / _TILE[0]), math.ceil(k / _TILE[1])
-        padded = tiles[0] * _TILE[0], tiles[1] * _TILE[1]
+        padded = padded_shape(n, k)
         orders = [] if raw.ndim == 1 else [raw]
         if raw.shape in (padded, (math.prod(padded),)):
-            swizzled = raw.reshape(*tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4).reshape(padded)
+            swizzled = unswizzled(raw, *padded)
             swizzled_only = raw.ndim == 1 and item.scales is not None and item.scales.tag == "U8"
             orders = [swizzled] if swizzled_only else [raw.reshape(padded), swizzled]
         possible = [x[:n, :k] for x in orders if not x[n:].any() and not x[:, k:].any()]
         if not possible or any((x != possible[0]).any() for x in possible):
             return None
         return np.ascontiguousarray(possible[0])
+
+
+def _explained(scales: np.ndarray) -> tuple[float, float]:
+    """Estimates how much variance of E4M3 bits, about a logarithm, rows and columns explain, and what is left."""
+    x = scales.astype(np.float64)
+    n, k = x.shape
+    rows, columns = x.mean(1), x.mean(0)
+    left = float(np.square(x - rows[:, None] - columns + x.mean()).sum()) / ((n - 1) * (k - 1)) + 1e-9
+    return float(rows.var(ddof=1) - left / k + columns.var(ddof=1) - left / n), left
 
 
 def _groups_in(section: JSON) -> list[JSON]:
@@ -290,10 +321,10 @@ def survey(source: Source, ranks: int | None = None) -> Survey:
     """
     layout = layout_of(source)
     if layout is None:
-        raise CheckpointError("has no NVFP4 weight", "a checkpoint of NVFP4 weights", file=source.directory / CONFIG)
-    modules, *stacks = ({n.removesuffix(s) for n in source.places if n.endswith(s)} for s in layout.global_suffixes)
+        raise no_nvfp4(source)
+    modules, stacks = named_modules(source, layout)
     modules |= {m for n in source.places if (m := _coded_module(source, layout, n))}
-    stored = Stored(source, layout, sorted(modules.union(*stacks)), frozenset().union(*stacks))
+    stored = Stored(in_layout_form(source, layout, modules, stacks), layout, sorted(modules), stacks)
     return Survey(stored, {module: _item(stored, module) for module in stored.modules}, ranks)
 
 
@@ -328,8 +359,7 @@ def _lie(codes: Planned, scales: Planned, layout: Layout, stacked: bool) -> Lie:
     if stacked or not fitting or scales.tag not in ("F8_E4M3", "U8"):
         return "wrong"
     n, k = fitting[0]
-    tiles = math.ceil(n / _TILE[0]) * math.ceil(k / _TILE[1])
-    one_axis = scales.shape == (tiles * math.prod(_TILE),)
+    one_axis = scales.shape == (math.prod(padded_shape(n, k)),)
     larger = len(scales.shape) == 2 and scales.shape != (n, k) and scales.shape[0] >= n and scales.shape[1] >= k
     return "padded" if one_axis or larger else "wrong"
 
