@@ -258,7 +258,7 @@ def multiply(case: Case, d: Dialect = RULE) -> Arrays:
         alphas = [d("alpha")(*pair, six_a, six_b) for pair in pairs]
         y, alpha = add(parts), alphas[0]
         if count > 1:  # windows of four blocks
-            y, alpha = add([f * add(parts[4 * w : 4 * w + 4]) for w, f in enumerate(alphas)]), F(1)
+            y, alpha = add([f * add(parts[4 * w : 4 * w + 4]) for w, f in enumerate(alphas)]), np.ones((), F)
     y = alpha * y
     return {"y": stored(y + case["bias"] if "bias" in case else y, case["dtype"])}
 
