@@ -16,7 +16,7 @@ from jnvfp4.cli import _parser
 log = get_plugin_logger("hooks")
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"README.md": "index.md", "benchmarks/README.md": "benchmarks.md", "CONTRIBUTING.md": "contributing.md"}
-OUTSIDE |= {"SECURITY.md": "security.md"}
+OUTSIDE |= {"SECURITY.md": "security.md", "jnvfp4/conformance/README.md": "conformance.md"}
 LANGUAGES = {".py": "python", ".h": "cpp", ".cc": "cpp", ".cu": "cuda", ".cuh": "cuda", "": "bash", ".txt": "text"}
 LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 

@@ -166,8 +166,7 @@ def tree(rows: np.ndarray) -> np.ndarray:
 
 
 def of_tiles(rows: np.ndarray, combine: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    # Each 16 rows of [..., rows, blocks] become one, which all of them have then.
-    tiles = rows.reshape(*rows.shape[:-2], -1, BLOCK, rows.shape[-1])
+    tiles = rows.reshape(*rows.shape[:-2], -1, BLOCK, rows.shape[-1])  # all 16 rows get what they combine to
     return np.repeat(combine(np.moveaxis(tiles, -2, 0)), BLOCK, axis=-2)
 
 
