@@ -66,6 +66,7 @@ PUBLISHED = {
         },
         {"backbone.layers.1.mixer.gate.weight": (3, 64)},
     ),
+    "no gate, w1 and w2": ({}, {"layers.0.mlp.w1.weight": (96, 64), "layers.0.mlp.w2.weight": (64, 96)}, {}),
     "attention with a gate": (
         {"model_type": "afmoe"},
         {

@@ -255,6 +255,16 @@ def test_a_second_copy_of_the_model_is_ignored_with_a_warning(tmp_path, capsys):
     assert converted(directory, tmp_path, "--weight-only") == want
     text = "warning: consolidated.safetensors: a copy of the model for other loaders, beside model.safetensors: ignored"
     assert capsys.readouterr().err.splitlines() == [text]
+    assert main(["verify", str(directory), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err.splitlines() == [text]
+    for name in ("adapter_model", "other"):
+        write(directory / f"{name}.safetensors", {f"{name}.weight": weight(64, 32, 3)})
+    main(["inspect", str(directory)])
+    told = capsys.readouterr().out
+    assert "adapter_model.safetensors: an adapter, beside model.safetensors: ignored" in told
+    assert "other.safetensors: beside model.safetensors, without an index: its tensors are part of the model" in told
+    for name in ("adapter_model", "other"):
+        (directory / f"{name}.safetensors").unlink()
     (directory / "model.safetensors").unlink()
     assert "consolidated.safetensors" in converted(directory, tmp_path, "--weight-only", out="alone")
     assert not capsys.readouterr().err
@@ -480,15 +490,15 @@ def test_tensors_that_do_not_fit_each_other(tmp_path, case, capsys):
 
 
 def test_stacks_of_other_names_are_reported_and_listed(tmp_path, capsys):
-    """Granite, Step 3.5, Aria and DBRX: kept, and left in 16 bits by loaders, which look up all experts of a layer."""
+    """Granite, Step 3.5, Aria, DBRX: kept, and left in 16 bits by loaders, which look up all experts of a layer."""
     moe = "model.layers.0.block_sparse_moe"
     stacks = [f"{moe}.input_linear.weight", f"{moe}.output_linear.weight", "a.moe.gate_proj.weight"]
-    stacks += ["b.mlp.experts.fc1.weight", "c.ffn.experts.mlp.w1"]
+    stacks += ["b.mlp.experts.fc1.weight", "f.mlp.gate_up_proj", "c.ffn.experts.mlp.w1"]
     shapes = dict.fromkeys(stacks, (2, 64, 32)) | {stacks[-1]: (128, 32)}
     others = {"d.conv.weight": (64, 32, 32), "d.mixer.taps.weight": (64, 1, 4), "e.experts.down_proj_bias": (16, 32)}
     tensors = {n: weight(64, 32)[1] for n in [DOWN]} | {n: np.ones(s, np.float32) for n, s in (shapes | others).items()}
     directory = model_of(tmp_path / "in", tensors)
-    containers = {"a.moe.experts", "b.mlp.experts", "c.ffn.experts", f"{moe}.experts"}
+    containers = {"a.moe.experts", "b.mlp.experts", "c.ffn.experts", "f.mlp.experts", f"{moe}.experts"}
     listed = containers | {s.removesuffix(".weight") for s in stacks} | {"lm_head"}
     for layout in ("modelopt", "compressed-tensors"):
         converted(directory, tmp_path, "--weight-only", "--format", layout, out=layout)

@@ -89,6 +89,29 @@ def test_blocks_of_a_stack_along_the_wrong_axis_are_found(tmp_path):
     assert len(verify_checkpoint(tmp_path / "in", tmp_path / "nk", expert_layout="nk")) == 1
 
 
+def test_blocks_of_an_expert_along_the_wrong_axis_are_found(tmp_path):
+    module = f"{EXPERTS}.0.down_proj"
+    for name, shape in (("wrong", (48, 64)), ("right", (64, 48))):
+        model_of(tmp_path / "in" / name, {f"{module}.weight": array(*shape)}, OF_SIZES | SIZES)
+        convert_checkpoint(tmp_path / "in" / name, tmp_path / name, ConvertOptions())
+        found = [(f.where, f.found) for f in lint(tmp_path / name) if not f.note]
+        assert found == (
+            [(f"{module}.weight", "has blocks along N, by the sizes in config.json")] if name == "wrong" else []
+        )
+
+
+@pytest.mark.parametrize("model_type", ["of_tomorrow", "qwen3_moe"])
+def test_a_square_stack_has_the_axes_of_those_beside_it(tmp_path, model_type):
+    sizes = {"model_type": model_type, "hidden_size": 96, "moe_intermediate_size": 48}
+    square = array(2, 96, 96) * np.arange(1, 97)[:, None].astype(ml_dtypes.bfloat16)  # [E, K, N]
+    stacks = {f"{EXPERTS}.gate_up_proj": square, f"{EXPERTS}.down_proj": array(2, 48, 96)}
+    model_of(tmp_path / "in", stacks, sizes)
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", ConvertOptions(experts="per-expert"))
+    scales = weights_of(tmp_path / "out")[f"{EXPERTS}.0.gate_proj"].scales.astype(np.float32)
+    assert scales.shape == (48, 6)
+    assert scales[:, 5].min() > scales[:, 0].max()  # they grow along K
+
+
 NAMES = {"llama": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
 
 

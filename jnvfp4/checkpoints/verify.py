@@ -255,7 +255,7 @@ def _check_quantized(
         w = _swapped(source.array(name)) if weight.kn else source.array(name)
         if w.shape != weight.shape:
             raise _failure(name, f"has shape {list(weight.shape)}", f"{list(w.shape)}", stored)
-        if expert_layout == "auto" and has_blocks_along_n(name, w.shape, source.config):
+        if expert_layout == "auto" and len(w.shape) == 3 and has_blocks_along_n(module, w.shape, source.config):
             raise _failure(name, "has blocks along N", "K", stored)
         if not np.isfinite(weight.decode).all() or not (weight.decode > 0).all():
             observed = f"has a global scale of {weight.global_scale}"

@@ -246,7 +246,8 @@ def _missing_roles(group: Group, alike: Container[str]) -> list[str]:
     parent, _, first = group.members[0].rpartition(".")
     for role in group.missing:
         fused = next((f for f in INSEPARABLE if role in f), ())
-        alone = role in fused[:1] or "att" in parent
+        is_up = first == "w1" and "experts" not in parent  # of experts it is the gate
+        alone = role in fused[:1] or is_up or "att" in parent
         if fused and (not alone or without_numbers(f"{parent}.{role}") in alike):
             raise CheckpointError(f"module {parent!r} has {first} but no {role}", "both", hint="--ignore keeps it")
     return [f"{parent}: no {role}" for role in group.missing if len(group.members) > 1]

@@ -54,9 +54,12 @@ def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
         return entry.kn
     if expert_layout != "auto":
         return expert_layout == "kn"
-    nk, kn = (_fit(entry.name, entry.shape[axis], entry.shape[3 - axis], source.config) for axis in (1, 2))
-    if nk != kn:
-        return kn > nk
+    parent = split_role(entry.name)[0]
+    beside = (e for e in source.entries() if is_expert_stack(e) and split_role(e.name)[0] == parent)
+    for entries in ((entry,), beside):  # of square experts those beside it tell
+        found = {fits for e in entries if (fits := _fits_kn(e, source.config)) is not None}
+        if len(found) == 1:
+            return found.pop()
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
     fits = [entry.shape[axis] % BLOCK == 0 for axis in (2, 1)]
     if model in (*_KN_MODELS, *_NK_MODELS) or not any(fits):
@@ -68,9 +71,17 @@ def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
     return not fits[0]
 
 
-def has_blocks_along_n(name: str, shape: tuple[int, ...], config: JSON | None) -> bool:
-    """Tells whether what a quantized stack has as N and K are K and N by the sizes in the config."""
-    return len(shape) == 3 and _fit(name, shape[1], shape[2], config) < _fit(name, shape[2], shape[1], config)
+def _fits_kn(entry: Planned, config: JSON | None) -> bool | None:
+    """Returns whether the sizes in the config are those of a stack [E, K, N]; None if they do not tell."""
+    nk, kn = (_fit(entry.name, entry.shape[axis], entry.shape[3 - axis], config) for axis in (1, 2))
+    return None if nk == kn else kn > nk
+
+
+def has_blocks_along_n(module: str, shape: tuple[int, ...], config: JSON | None) -> bool:
+    """Tells whether N and K of quantized experts, apart or in a stack, are K and N by the sizes in the config."""
+    n, k = shape[-2:]
+    is_of_experts = len(shape) == 3 or split_expert(module) is not None
+    return is_of_experts and _fit(module, n, k, config) < _fit(module, k, n, config)
 
 
 def _fit(name: str, n: int, k: int, config: JSON | None) -> int:

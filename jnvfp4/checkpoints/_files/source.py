@@ -191,11 +191,14 @@ def _index_of(directory: Path, present: list[str]) -> Path | None:
 
 
 def _without_copies(present: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Leaves out Mistral's copy of a model beside that of transformers, with a warning."""
+    """Leaves out adapters, and Mistral's copy of a model beside that of transformers, with a warning."""
     model = next((name for name in present if name.startswith(_STEMS[0])), None)
-    copies = [name for name in present if model and name.startswith(_STEMS[2])]
-    text = f"a copy of the model for other loaders, beside {model}: ignored"
-    return [name for name in present if name not in copies], tuple(f"{name}: {text}" for name in copies)
+    kinds = {"adapter": "an adapter", _STEMS[2]: "a copy of the model for other loaders"}
+    found = {name: kind for name in present if model for stem, kind in kinds.items() if name.startswith(stem)}
+    warnings = [f"{name}: {kind}, beside {model}: ignored" for name, kind in found.items()]
+    others = [name for name in present if name not in found and model and not name.startswith(_STEMS[0])]
+    warnings += [f"{name}: beside {model}, without an index: its tensors are part of the model" for name in others]
+    return [name for name in present if name not in found], tuple(warnings)
 
 
 def _outside_index(

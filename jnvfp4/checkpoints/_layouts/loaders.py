@@ -163,9 +163,16 @@ def is_other_stack(entry: Planned) -> bool:
     """
     module, weight, rank = module_of(entry.name), entry.name.endswith(WEIGHT), len(entry.shape)
     named = is_expert(entry.name) and not any(word in split_role(module)[1] for word in ("bias", "scale"))
-    shaped = (rank == 3 and (weight or named)) or (rank == 2 and named and not weight)
+    shaped = (rank == 3 and (weight or named or _is_of_mlp(module))) or (rank == 2 and named and not weight)
     large = shaped and min(entry.shape[-2:]) >= BLOCK and entry.tag in FLOATS
     return large and not (is_expert_stack(entry) or is_other(module) or is_embedding(module))
+
+
+def _is_of_mlp(module: str) -> bool:
+    """Tells whether a parameter may be one of an MLP: ``mlp.gate_up_proj``, ``feed_forward.w13``, ``mlp1_weight``."""
+    own = split_role(module)[1]
+    words = ("bias", "scale", "norm", "conv", "pos", "table", "query", "token")
+    return not any(word in own for word in words) and any(w in module for w in ("mlp", "moe", "ffn", "feed_forward"))
 
 
 def is_expert_stack(entry: Planned) -> bool:
