@@ -25,6 +25,7 @@ from test_checkpoints_mixed import mixed
 import jnvfp4
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, verify_checkpoint
 from jnvfp4.checkpoints._files.source import Source, open_source
+from jnvfp4.checkpoints._layouts.layouts import COMPRESSED_TENSORS, MODELOPT
 from jnvfp4.checkpoints._layouts.names import FUSED, groups_of
 from jnvfp4.checkpoints._layouts.stored import Stored, open_stored
 from jnvfp4.checkpoints.rewrite import dequantize_checkpoint
@@ -210,6 +211,47 @@ def plain(name: str) -> str:
     while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:
         name = shorter
     return re.sub(r"\.\.+", ".", re.sub(r"[\\^$]", "", name).removesuffix(".weight")).strip(".")
+
+
+# What a loader does with different global scales: where, and the words. Those of compressed-tensors are reciprocals of
+# S_dec, so that the largest has the smallest S_dec.
+VLLM, SGLANG = "model_executor/layers/quantization", "srt/layers/quantization"
+_CT = "compressed_tensors/schemes/compressed_tensors"
+MERGES = {
+    ("vllm", MODELOPT, "linear", "largest"): (f"{VLLM}/modelopt.py", "layer.weight_scale_2.max()"),
+    ("vllm", COMPRESSED_TENSORS, "linear", "smallest"): (
+        f"{VLLM}/{_CT}_w4a4_nvfp4.py",
+        "layer.weight_global_scale.max()",
+    ),
+    ("vllm", COMPRESSED_TENSORS, "experts", "first"): (
+        f"{VLLM}/compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w4a4_nvfp4.py",
+        "layer.w13_weight_global_scale[:, 0].contiguous()",
+    ),
+    ("sglang", MODELOPT, "linear", "largest"): (f"{SGLANG}/modelopt_quant.py", "layer.weight_scale_2.max()"),
+    ("sglang", MODELOPT, "experts", "first"): (f"{SGLANG}/modelopt_quant.py", "= layer.w13_weight_scale_2[:, 0]"),
+    ("sglang", COMPRESSED_TENSORS, "linear", "smallest"): (
+        f"{SGLANG}/{_CT}_w4a4_nvfp4.py",
+        "layer.weight_global_scale.max()",
+    ),
+    ("sglang", COMPRESSED_TENSORS, "experts", "first"): (
+        f"{SGLANG}/{_CT}_w4a4_nvfp4_moe.py",
+        "1 / layer.w13_weight_global_scale[:, 0]",
+    ),
+    ("sglang", COMPRESSED_TENSORS, "equal_if_weight_only", True): (
+        f"{SGLANG}/{_CT}_w4a16_nvfp4.py",
+        "torch.unique(global_scale).numel() != 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("merge", MERGES, ids=lambda merge: "-".join(map(str, (merge[0], merge[1].name, *merge[2:]))))
+def test_scales_are_merged_as_the_loaders_do(merge):
+    loader, layout, field, how = merge
+    assert getattr(layout.loaders[{"vllm": "vLLM", "sglang": "SGLang"}[loader]], field) == how
+    if not (found := find_spec(loader)):
+        pytest.skip(f"needs the sources of {loader}")
+    file, words = MERGES[merge]
+    assert words in Path(found.submodule_search_locations[0], file).read_text()
 
 
 def test_the_groups_are_those_of_the_loaders():

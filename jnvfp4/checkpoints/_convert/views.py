@@ -57,7 +57,7 @@ def is_kn(entry: Planned, source: Source, expert_layout: ExpertLayout) -> bool:
     parent = split_role(entry.name)[0]
     beside = (e for e in source.entries() if is_expert_stack(e) and split_role(e.name)[0] == parent)
     for entries in ((entry,), beside):  # of square experts those beside it tell
-        found = {fits for e in entries if (fits := _fits_kn(e, source.config)) is not None}
+        found = {turned for e in entries if (turned := _fits_kn(e, source.config)) is not None}
         if len(found) == 1:
             return found.pop()
     model = next((m for c in source.configs if (m := c.get("model_type"))), None)
