@@ -681,6 +681,8 @@ def test_a_cache_in_another_format_changes_no_weight(tmp_path, claim):
     assert [t.startswith(text) for t in told] == [True] * (claim == "unknown")
     written = json.loads((tmp_path / "modelopt" / HF_QUANT).read_text())["quantization"]["kv_cache_quant_algo"]
     assert written == OTHER_CACHES[claim]
+    section = json.loads((tmp_path / "modelopt/config.json").read_text())["quantization_config"]
+    assert section.get("kv_cache_scheme") == (None if claim == "unknown" else scheme)
     assert not [f for f in lint(tmp_path / "modelopt") if not f.note and f.rule != "kv-scales"]
     assert set(scales) < set(open_source(tmp_path / "modelopt").places)
     told.clear()
@@ -691,12 +693,13 @@ def test_a_cache_in_another_format_changes_no_weight(tmp_path, claim):
     np.testing.assert_array_equal(open_source(tmp_path / "plain").array(f"{EXPERT}.weight"), values)
 
 
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("mode", ["nvfp4", "mxfp4", None])
-def test_mlx_is_named(tmp_path, mode):
+def test_mlx_is_named(tmp_path, mode, key):
     tensors = {f"{EXPERT}.weight": np.zeros((16, 8), np.uint32), f"{EXPERT}.scales": np.ones((16, 4), np.uint8),
                "norm.weight": array(16), f"{LAYER}.mlp.down_proj.weight": array(16, 64)}  # fmt: skip
     section = {"group_size": 16, "bits": 4, **({"mode": mode} if mode else {})}
-    path = model_of(tmp_path / "in", tensors, {"model_type": "llama", "quantization": section})
+    path = model_of(tmp_path / "in", tensors, {"model_type": "llama", key: section})
     for read in (open_checkpoint, lint, lambda p: convert_checkpoint(p, tmp_path / "out")):
         with pytest.raises(CheckpointError, match=f"quantization is MLX's, mode '{mode or 'affine'}'"):
             read(path)

@@ -127,7 +127,11 @@ class _Repacking:
         weight_only = all(stored.activation(m) is None for m in stored.modules)
         cache = name if (name := kv_cache(source)) in self.to.kv_caches else ""
         quantization = Quantization(ignore, weight_only, cache)
-        return self.to.config_files(source.config, quantization, source.params)
+        files = self.to.config_files(source.config, quantization, source.params)
+        scheme = ((source.config or {}).get("quantization_config") or {}).get("kv_cache_scheme")
+        if cache and scheme and self.to is stored.layout and CONFIG in files:
+            files[CONFIG]["quantization_config"]["kv_cache_scheme"] = scheme  # with its strategy
+        return files
 
     def _parts(self, module: str) -> Parts:
         return self.to.parts(module, module in self.stored.stacks)

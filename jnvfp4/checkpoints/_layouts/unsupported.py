@@ -76,8 +76,9 @@ def config_refusal(source: Source) -> CheckpointError | None:
 
 def mlx_refusal(source: Source) -> CheckpointError | None:
     """Makes the error about a config of MLX, whose weights have other names and packing; None without one."""
-    found = (s for c in source.configs if isinstance(s := c.get("quantization"), dict) and "bits" in s)
-    for section in found:
+    keys = ("quantization", "quantization_config")
+    found = (s for c in source.configs for key in keys if isinstance(s := c.get(key), dict) and "bits" in s)
+    for section in (s for s in found if "quant_method" not in s):
         observed, hint = (
             f"quantization is MLX's, mode {section.get('mode', 'affine')!r:.200}",
             "convert the original model",
