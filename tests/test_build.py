@@ -122,7 +122,7 @@ def _choose(tmp_path, targets, capabilities=None, compiler="exit 1", version="13
     nvcc = _program(programs, "nvcc", compiler)
     script = tmp_path / "choose.cmake"
     script.write_text(
-        "cmake_minimum_required(VERSION 3.26)\n"
+        "cmake_minimum_required(VERSION 3.25)\n"
         f"""include("{ROOT}/cmake/targets.cmake")
 jnvfp4_wanted_targets(targets)
 message("wanted=${{targets}}.")
