@@ -19,6 +19,7 @@ HF_QUANT = "hf_quant_config.json"
 PARAMS = "params.json"  # Mistral's config
 SHARD = ".safetensors"  # what the names of files with tensors end in
 _STEMS = ("model", "diffusion_pytorch_model", "consolidated")  # what names of shards begin with, and of their index
+_NOT_OF_MODEL = {"adapter": "an adapter", _STEMS[2]: "a copy of the model for other loaders"}  # by their beginning
 INDEXES = tuple(f"{stem}{SHARD}.index.json" for stem in _STEMS)
 _PICKLES = (".bin", ".pt", ".pth")
 
@@ -193,12 +194,15 @@ def _index_of(directory: Path, present: list[str]) -> Path | None:
 def _without_copies(present: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """Leaves out adapters, and Mistral's copy of a model beside that of transformers, with a warning."""
     model = next((name for name in present if name.startswith(_STEMS[0])), None)
-    kinds = {"adapter": "an adapter", _STEMS[2]: "a copy of the model for other loaders"}
-    found = {name: kind for name in present if model for stem, kind in kinds.items() if name.startswith(stem)}
+    found = {name: kind for name in present if model and (kind := _not_of_model(name))}
     warnings = [f"{name}: {kind}, beside {model}: ignored" for name, kind in found.items()]
     others = [name for name in present if name not in found and model and not name.startswith(_STEMS[0])]
     warnings += [f"{name}: beside {model}, without an index: its tensors are part of the model" for name in others]
     return [name for name in present if name not in found], tuple(warnings)
+
+
+def _not_of_model(name: str) -> str | None:
+    return next((kind for start, kind in _NOT_OF_MODEL.items() if name.startswith(start)), None)
 
 
 def _outside_index(
@@ -219,8 +223,8 @@ def _outside_index(
 
 def _part_of_model(path: Path, taken: Container[str]) -> File | str:
     """Opens a file whose tensors are not among others of the model, or says why it is none."""
-    if path.name.startswith(("adapter", _STEMS[2])):
-        return f"{'an adapter' if path.name[0] == 'a' else 'a copy of the model for other loaders'}: ignored"
+    if kind := _not_of_model(path.name):
+        return f"{kind}: ignored"
     if not _is_text(path.name) or not path.is_file() or links_outside(path, path.parent):
         return f"{'a link out of the directory' if path.is_file() else 'no regular file'}: ignored"
     try:
