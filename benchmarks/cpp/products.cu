@@ -8,7 +8,7 @@
 // order: TOKENS is then 8, 16, 32 or 64 rows per CTA, 0 for what the launcher takes, or 128 for the kernel of
 // any number of rows. LEFT is fast-a, fast-b or fast-ab for sm90_nvfp4_windows with windows on these sides: TOKENS is
 // then 192, or 128 for both. LEFT is codes, numbers or amaxes for the kernel of the pinned order on Hopper with b as
-// codes, decoded to scratch, or with windows on both sides too: TOKENS is then 64, 128 or 256, 256, and 128.
+// codes, decoded to scratch, or with windows on both sides too: TOKENS is then 64, 128 or 256; the others plan theirs.
 // benchmarks/README.md has the commands that build it.
 #include <algorithm>
 #include <cstdio>
@@ -37,16 +37,24 @@ struct Case {
   bool a_windows() const { return left == "windows" || left == "amaxes" || left == "fast-a" || left == "fast-ab"; }
   bool b_windows() const { return left == "windows" || left == "amaxes" || left == "fast-b" || left == "fast-ab"; }
   bool pinned() const { return left == "pinned" || left == "windows"; }
-  bool fused() const { return !pinned() && !fast() && plan.tokens; }
+  bool pinned_tiles() const { return left == "codes" || left == "numbers" || left == "amaxes"; }
+  bool fused() const { return !pinned() && !fast() && !pinned_tiles() && plan.tokens; }
+  PinnedPlan pinned_plan() const {
+    return left == "codes" ? PinnedPlan{plan.tokens, Pinned::kCodes} : plan_pinned_prepared(left == "amaxes");
+  }
   int64_t scratch() const {
     const GemmShape s = fused_shape(shape, plan);
-    return fast() ? windows_scratch(s, plan).bytes : fused() ? fused_scratch(s, plan).bytes : blocks_scratch(s).bytes;
+    return fast()           ? windows_scratch(s, plan).bytes
+           : fused()        ? fused_scratch(s, plan).bytes
+           : pinned_tiles() ? pinned_scratch(s, pinned_plan()).bytes
+                            : blocks_scratch(s).bytes;
   }
 };
 
 void launch(const Case& c, const MatmulArgs& args, void* scratch, cudaStream_t stream) {
   check(c.fast()               ? launch_sm90_windows(args, c.plan, scratch, stream)
         : c.fused()            ? launch_sm90_fused(args, c.plan, scratch, stream)
+        : c.pinned_tiles()     ? launch_sm90_pinned(args, c.pinned_plan(), scratch, stream)
         : !c.pinned()          ? launch_sm90_small_m(args, stream)
         : c.plan.tokens == 128 ? launch_sm80_nvfp4_blocks(args, scratch, stream)
                                : launch_sm80_nvfp4_blocks_small_m(args, stream, c.plan.tokens),
@@ -60,12 +68,7 @@ Case parse(const char* text) {
   long whole = 0;
   const bool parsed =
       std::sscanf(text, "%7[^:]:%ldx%ldx%ld:%d:%d:%ld", left, &m, &n, &k, &tokens, &splits, &whole) >= 6;
-  const std::string of(left);
-  const Pinned pinned = of == "codes"     ? Pinned::kCodes
-                        : of == "numbers" ? Pinned::kNumbers
-                        : of == "amaxes"  ? Pinned::kWindows
-                                          : Pinned::kNo;
-  const Case c{left, {1, m, n, k}, {tokens, splits, of == "fast-a", whole, pinned}};
+  const Case c{left, {1, m, n, k}, {tokens, splits, std::string(left) == "fast-a", whole}};
   if (!parsed || ((c.fused() || c.fast()) && (splits < 1 || (splits > 1 && 2 * splits > (k + 255) / 256)))) {
     std::fprintf(stderr, "a case must be LEFT:MxNxK:TOKENS:SPLITS, got %s\n", text);
     std::exit(2);
@@ -76,8 +79,7 @@ Case parse(const char* text) {
 // The medians of 11, in microseconds of a product.
 float time(const Case& c) {
   const GemmShape& s = c.shape;
-  const bool quantized = c.left == "w4a4" || c.pinned() || c.fast() || c.plan.pinned != Pinned::kNo,
-             bf16 = c.left == "bf16";
+  const bool quantized = c.left == "w4a4" || c.pinned() || c.fast() || c.pinned_tiles(), bf16 = c.left == "bf16";
   const int64_t windows = s.depth / kWindow;
   const int sets = static_cast<int>(std::clamp<int64_t>(kWeights / (s.cols * s.depth / 2), 2, 8));
   std::vector<uint8_t*> buffers;

@@ -29,7 +29,7 @@ const char* needs_sizes(const GroupedProblem& p) {
 
 int64_t tiles_scratch(const GroupedProblem& p) { return grouped_scratch(p.shape, plan_grouped_tiles(p.shape)).bytes; }
 
-int64_t pinned_scratch(const GroupedProblem& p) { return grouped_scratch(p.shape, plan_pinned_groups(p.shape)).bytes; }
+int64_t of_pinned(const GroupedProblem& p) { return grouped_scratch(p.shape, plan_pinned_groups(p.shape)).bytes; }
 
 constexpr KernelRow<GroupedProblem> kRows[] = {
     // Two NVFP4 operands, and a 16-bit left operand.
@@ -38,7 +38,7 @@ constexpr KernelRow<GroupedProblem> kRows[] = {
     // Decode both operands, XLA's ragged_dot, scale.
     {"decode_then_ragged_dot", kAnyGpuFrom80, needs_free_order, {.of_xla = true}},
     // The pinned order: that of each group's dense product.
-    {"sm90_nvfp4_pinned_grouped", kSm90a, all<needs_nvfp4, needs_sizes>, {.scratch = pinned_scratch}},
+    {"sm90_nvfp4_pinned_grouped", kSm90a, all<needs_nvfp4, needs_sizes>, {.scratch = of_pinned}},
     {"cpu_nvfp4_blocks", kCpuAlone, needs_nvfp4},
     {"cpu_dense_elements", kCpuAlone, needs_dense},
 };

@@ -106,9 +106,9 @@ int64_t of_windows(const MatmulProblem& p) {
   };
   return std::max({bytes(false, true), bytes(true, false), bytes(true, true)});
 }
-int64_t of_pinned(const MatmulProblem& p) { return fused_scratch(p.shape, plan_pinned(p.shape)).bytes; }
+int64_t of_pinned(const MatmulProblem& p) { return pinned_scratch(p.shape, plan_pinned(p.shape)).bytes; }
 int64_t of_pinned_prepared(const MatmulProblem& p) {
-  return fused_scratch(p.shape, plan_pinned_prepared(p.windows)).bytes;
+  return pinned_scratch(p.shape, plan_pinned_prepared(p.windows)).bytes;
 }
 int64_t of_blocks(const MatmulProblem& p) { return blocks_scratch(p.shape).bytes; }
 int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.shape, p.out).bytes; }

@@ -19,7 +19,7 @@ FusedPlan plan_tiles(const GemmShape& s, std::initializer_list<TileTime> tiles, 
   for (const TileTime& tile : tiles)
     for (int splits = 1; splits <= most; ++splits) {
       FusedPlan plan{tile.tokens, splits, false};
-      const int64_t count = fused_tiles(s, plan), at_once = kPairs / splits * splits;
+      const int64_t count = fused_tiles(s, plan.tokens), at_once = kPairs / splits * splits;
       plan.whole = mixed && splits > 1 ? count / at_once * at_once : 0;
       const int64_t rest = count - plan.whole;
       // One of many waves is not worth parts.
@@ -56,7 +56,7 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   const auto copy = [&](int64_t bytes) {
     return take(row_pitch(bytes) == bytes ? 0 : shape.batch * shape.cols * row_pitch(bytes));
   };
-  const int64_t tiles = fused_tiles(shape, plan);
+  const int64_t tiles = fused_tiles(shape, plan.tokens);
   s.padded_rows = (shape.batch - 1) * shape.rows + round_up(shape.rows, plan.tokens);
   s.rows = take(s.padded_rows * fused_depth(shape.depth) * 2);
   s.data = copy(shape.depth / 2);
@@ -64,13 +64,6 @@ FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan) {
   s.sums = take(fused_sums(tiles, plan) * 4);
   s.flag_count = (tiles - plan.whole) * (plan.splits - 1) * 4 * fused_teams(plan.tokens) + 1;
   s.flags = take(s.flag_count * 4);
-  const bool numbers = plan.pinned == Pinned::kNumbers || plan.pinned == Pinned::kWindows;
-  s.columns = take(numbers ? shape.batch * shape.cols * fused_depth(shape.depth) * 2 : 0);
-  const auto amaxes = [&](int64_t rows, int64_t tile) {
-    const int64_t windows = round_up(shape.depth, kFusedDepth) / kWindow, tiles = round_up(rows, tile) / 128;
-    return take(plan.pinned == Pinned::kWindows ? shape.batch * tiles * windows * kFusedAmaxes * 4 : 0);
-  };
-  s.token_amaxes = amaxes(shape.rows, plan.tokens), s.column_amaxes = amaxes(shape.cols, kFusedCols);
   return s;
 }
 

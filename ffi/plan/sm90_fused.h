@@ -9,15 +9,11 @@
 
 namespace jnvfp4 {
 
-// How the kernel of the pinned order has b: as codes, or decoded to scratch, and then maybe with amaxes of windows.
-enum class Pinned : uint8_t { kNo, kCodes, kNumbers, kWindows };
-
 // Rows of a in a tile, and split-K for tiles that are too few for all SMs.
 struct FusedPlan {
   int tokens, splits;
   bool swapped;       // b is decoded to scratch instead of a, because it is smaller: its rows are then those of a tile
   int64_t whole = 0;  // the first tiles, whose K has no parts: as many as keep all SMs of an H200 at work
-  Pinned pinned = Pinned::kNo;  // if not, K has no parts, and nothing is swapped
 };
 FusedPlan plan_fused(const GemmShape& shape, bool nvfp4_a);
 
@@ -34,11 +30,9 @@ JNVFP4_HD constexpr int fused_teams(int tokens) { return tokens <= 64 ? 2 : 1; }
 
 // Columns of the result that a tile has, and what comes along K at a time.
 inline constexpr int64_t kFusedCols = 256, kFusedDepth = 256;
-inline int64_t fused_tiles(const GemmShape& s, const FusedPlan& plan) {
-  return s.batch * ((s.rows + plan.tokens - 1) / plan.tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
+inline int64_t fused_tiles(const GemmShape& s, int tokens) {
+  return s.batch * ((s.rows + tokens - 1) / tokens) * ((s.cols + kFusedCols - 1) / kFusedCols);
 }
-// Words for the amaxes that 128 rows have in a window, and what is to be known of each 32 of them.
-inline constexpr int kFusedAmaxes = 128 + 4;
 // K of the prepared left operand.
 inline int64_t fused_depth(int64_t depth) { return (depth + kWindow - 1) / kWindow * kWindow; }
 // Floats of all splits but the last.
@@ -61,9 +55,7 @@ struct FusedScratch {
   int64_t rows;         // the left operand as 16-bit floats; tiles may read past its last row
   int64_t data, scale;  // copies of the right operand's, if the distance of its rows is no multiple of 16 bytes
   int64_t sums, flags;  // of all splits but the last; the last flag is the counter of sm90/scheduler.cuh
-  // For the pinned order: the right operand as 16-bit floats, and amaxes of both for each window of fused_depth.
-  int64_t columns, token_amaxes, column_amaxes;
-  int64_t bytes;  // in all
+  int64_t bytes;        // in all
   int64_t padded_rows, flag_count;
 };
 FusedScratch fused_scratch(const GemmShape& shape, const FusedPlan& plan);

@@ -32,7 +32,7 @@ struct WindowsScratch {
 inline WindowsScratch windows_scratch(const GemmShape& shape, const FusedPlan& plan) {
   WindowsScratch s{};
   const auto take = [&](int64_t bytes) { return take_scratch(bytes, &s.bytes); };
-  const int64_t depth = fused_depth(shape.depth), windows = depth / kWindow, tiles = fused_tiles(shape, plan);
+  const int64_t depth = fused_depth(shape.depth), windows = depth / kWindow, tiles = fused_tiles(shape, plan.tokens);
   const int64_t tokens = round_up(shape.rows, plan.tokens), columns = round_up(shape.cols, kFusedCols);
   s.token_rows = (shape.batch - 1) * shape.rows + tokens, s.column_rows = (shape.batch - 1) * shape.cols + columns;
   s.tokens = take(s.token_rows * depth * 2), s.columns = take(s.column_rows * depth * 2);

@@ -190,7 +190,7 @@ void fused(const MatmulOperand& a, const MatmulOperand& b, const MatmulResult& r
         if (swapped && (tokens < 128 || !a.quantized())) continue;
         for (int64_t whole : {0, 1}) {  // clusters begin with whole tiles and with parts
           const FusedPlan plan{tokens, splits, swapped, whole};
-          if (whole && (splits == 1 || fused_tiles(fused_shape(s, plan), plan) == 1)) continue;
+          if (whole && (splits == 1 || fused_tiles(fused_shape(s, plan), tokens) == 1)) continue;
           if (is_left_out(plan)) continue;
           Varied scratch(fused_scratch(fused_shape(s, plan), plan).bytes);
           check_run(launch_sm90_fused({a, b, result, s}, plan, scratch.as<void>(), nullptr), "sm90_fused");
@@ -218,12 +218,12 @@ void pinned(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool eac
   const Tensor a(batch * m, k, each ? 1 : m, sides & 1), b(batch * n, k, each ? 1 : n, sides & 2);
   Varied bias(n * 2), out(batch * m * n * size_of(kind));
   const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
-  std::vector<FusedPlan> plans{plan_pinned_prepared(sides)};
+  std::vector<PinnedPlan> plans{plan_pinned_prepared(sides)};
   for (int tokens : {64, 128, 256})
-    if (!sides) plans.push_back({tokens, 1, false, 0, Pinned::kCodes});
-  for (const FusedPlan& plan : plans) {
-    Varied scratch(fused_scratch({batch, m, n, k}, plan).bytes);
-    check_run(launch_sm90_fused({a.operand, b.operand, result, {batch, m, n, k}}, plan, scratch.as<void>(), nullptr),
+    if (!sides) plans.push_back({tokens, Pinned::kCodes});
+  for (const PinnedPlan& plan : plans) {
+    Varied scratch(pinned_scratch({batch, m, n, k}, plan).bytes);
+    check_run(launch_sm90_pinned({a.operand, b.operand, result, {batch, m, n, k}}, plan, scratch.as<void>(), nullptr),
               "sm90_pinned");
   }
 }

@@ -31,11 +31,13 @@ cudaError_t launch_sm80_dense_elements(const MatmulArgs& args, cudaStream_t stre
 // Needs the library that find_cublaslt has found.
 cudaError_t launch_sm100_cublaslt_nvfp4(const MatmulArgs& args, void* scratch, cudaStream_t stream);
 
-// In builds for 90a alone; how they divide a product is in ../../plan/sm90_fused.h, sm90_windows.h and sm90_grouped.h.
+// In builds for 90a alone; how they divide a product is in ../../plan/sm90_*.h.
 struct FusedPlan;
+struct PinnedPlan;
 struct GroupedTiles;
 cudaError_t launch_sm90_small_m(const MatmulArgs& args, cudaStream_t stream);
 cudaError_t launch_sm90_fused(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
+cudaError_t launch_sm90_pinned(const MatmulArgs& args, const PinnedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_windows(const MatmulArgs& args, const FusedPlan& plan, void* scratch, cudaStream_t stream);
 cudaError_t launch_sm90_grouped(const GroupedArgs& args, const GroupedTiles& tiles, void* scratch, cudaStream_t stream);
 

@@ -5,6 +5,7 @@
 
 #include "../../../plan/sm90_fused.h"
 #include "../launchers.h"
+#include "maps.h"
 
 namespace jnvfp4 {
 
@@ -22,21 +23,16 @@ struct FusedArgs {
   float* split_sums;                             // of all splits but the last
   uint32_t* split_flags;                         // one for each warpgroup that writes sums: 0 until it has
   uint32_t* counter;                             // work-tile counter, without the initial tiles
-  // For the pinned order with windows: amaxes as [matrix][tile][window][row], and the reciprocal of the divisor of
-  // alpha, in float64, and as the sum of two float32, times 2^28.
-  const float *token_amaxes, *column_amaxes;
-  float reciprocal, reciprocal_rest;
-  double reciprocal64;
 };
+// Returns those of a plan, and cudaErrorInvalidConfiguration if a result is larger than any memory.
+cudaError_t fused_args(const MatmulArgs& g, const FusedPlan& plan, const FusedScratch& at, void* scratch,
+                       FusedArgs* args);
 
 // Tensor maps, whose boxes are rows of a x 64 along K, rows of b x codes and x scales of 256 along K.
 struct FusedMaps {
   CUtensorMap a, data, scale;
 };
 
-// Launches the pinned order that plan.pinned names.
-cudaError_t launch_sm90_pinned(const FusedArgs& args, const FusedMaps& maps, const FusedPlan& plan,
-                               cudaStream_t stream);
 // Launch the kernel for one type of decoded numbers; each is defined in a file of its own.
 cudaError_t launch_sm90_f16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
 cudaError_t launch_sm90_bf16_fused(const FusedArgs& args, const FusedMaps& maps, int tokens, cudaStream_t stream);
@@ -47,18 +43,10 @@ enum class Order : uint8_t { kWindows, kBlocks };
 // Decodes the rows of an operand, each of `depth` rounded up to 64 with zeros. Lowers the flags and the counter.
 cudaError_t launch_sm90_prepare(const MatmulOperand& x, Order order, void* out, int64_t rows, int64_t depth,
                                 uint32_t* flags, int64_t flag_count, cudaStream_t stream);
-// Arranges amaxes of `batch` x `rows` rows for each window of the k-steps of 256, as [tile][window][row], followed by
-// the kinds (window_sums.h) of each 32 rows; 0 beyond the ends.
-cudaError_t launch_sm90_amaxes(const MatmulOperand& x, float* out, int64_t batch, int64_t rows, int tile_rows,
-                               int64_t depth, bool of_tokens, cudaStream_t stream);
 // Copies rows of `bytes` to rows `pitch` apart.
 cudaError_t launch_sm90_pitch(const void* from, void* to, int64_t rows, int64_t bytes, int64_t pitch,
                               cudaStream_t stream);
-// Rows of the right operand at a pitch that a tensor map takes: in place, or a copy.
-struct PitchedRows {
-  const void* data;
-  int64_t bytes, pitch;
-};
+// Returns rows at a pitch that a tensor map takes: in place, or a copy.
 cudaError_t pitched_rows(const void* data, int64_t rows, int64_t bytes, void* copy, cudaStream_t stream,
                          PitchedRows* out);
 

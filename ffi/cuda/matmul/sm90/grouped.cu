@@ -59,19 +59,15 @@ cudaError_t copy_pitched(Product* p) {
 
 cudaError_t maps_of(const Product& p, int tokens, GroupedMaps* maps) {
   const GroupedShape& s = p.g.shape;
-  const int64_t b_rows = s.groups * s.cols, a_cols = fused_depth(s.depth);
+  const int64_t b_rows = s.groups * s.cols;
+  constexpr uint32_t kBox = kFusedCols / 2;
   const auto of_a = [&](int rows) {
-    return MapSource{
-        p.scratch + p.at.rows,      CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a_cols, p.at.padded_rows, a_cols * 2, kWindow,
-        static_cast<uint32_t>(rows)};
-  };
-  const auto of_b = [&](const PitchedRows& x, uint32_t width) {
-    return MapSource{x.data, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, x.bytes, b_rows, x.pitch, width, kFusedCols / 2};
+    return map_of_numbers(p.scratch + p.at.rows, p.at.padded_rows, fused_depth(s.depth), static_cast<uint32_t>(rows));
   };
   return make_maps({{of_a(tokens / 2), &maps->a},
                     {of_a(tokens / 4), &maps->half_a},
-                    {of_b(p.data, p.pinned ? kWindow / 2 : 128), &maps->data},
-                    {of_b(p.scale, 16), &maps->scale}});
+                    {map_of_bytes(p.data, b_rows, p.pinned ? kWindow / 2 : 128, kBox), &maps->data},
+                    {map_of_bytes(p.scale, b_rows, 16, kBox), &maps->scale}});
 }
 
 cudaError_t launch_list(const Product& p, int tokens, bool tails_only) {

@@ -13,10 +13,10 @@ cudaError_t fused(const MatmulArgs& g, void* scratch, cudaStream_t stream) {
   return launch_sm90_fused(g, plan_fused(g.shape, g.a.quantized()), scratch, stream);
 }
 cudaError_t pinned(const MatmulArgs& g, void* scratch, cudaStream_t stream) {
-  return launch_sm90_fused(g, plan_pinned(g.shape), scratch, stream);
+  return launch_sm90_pinned(g, plan_pinned(g.shape), scratch, stream);
 }
 cudaError_t pinned_prepared(const MatmulArgs& g, void* scratch, cudaStream_t stream) {
-  return launch_sm90_fused(g, plan_pinned_prepared(g.windows()), scratch, stream);
+  return launch_sm90_pinned(g, plan_pinned_prepared(g.windows()), scratch, stream);
 }
 cudaError_t windows(const MatmulArgs& g, void* scratch, cudaStream_t stream) {
   return launch_sm90_windows(g, plan_windows(g.shape, g.a.map.windows(), g.b.map.windows()), scratch, stream);

@@ -20,6 +20,7 @@
 
 #include "../../../core/numerics_fast.h"
 #include "grouped.cuh"
+#include "pinned.h"
 
 namespace jnvfp4 {
 
@@ -28,8 +29,8 @@ struct PinnedConfig {
   // Whether b is decoded to float16 in scratch, with its scales, and whether operands have an amax per window.
   static constexpr bool kNumbers = kPinned != Pinned::kCodes, kWindows = kPinned == Pinned::kWindows;
   static constexpr bool kGrouped = kGrouped_;
-  using Args = std::conditional_t<kGrouped, GroupedFusedArgs, FusedArgs>;
-  using Tiles = std::conditional_t<kGrouped, ListedTiles<kTokens_>, DenseTiles<FusedArgs, kTokens_>>;
+  using Args = std::conditional_t<kGrouped, GroupedFusedArgs, PinnedArgs>;
+  using Tiles = std::conditional_t<kGrouped, ListedTiles<kTokens_>, DenseTiles<PinnedArgs, kTokens_>>;
   static constexpr int kTokens = kTokens_, kRows = 128, kThreads = 128 * 3, kSums = kTokens / 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;                           // of 168 at launch
   static constexpr int kWgmmaTokens = kTokens == 128 ? 128 : 64, kWgmmas = kTokens / kWgmmaTokens;  // of a block
@@ -38,7 +39,7 @@ struct PinnedConfig {
   // iteration of the loop. So stages are compile-time constants, and the iteration's index gives phases and slots.
   static constexpr int kStages = 4, kSlots = 2;
   static constexpr int kTokenBytes = kTokens * 128, kLeftPitch = kNumbers ? 128 : 32, kLeftBytes = kRows * kLeftPitch;
-  static constexpr int kAmaxes = kFusedAmaxes * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then of rows
+  static constexpr int kAmaxes = kPinnedAmaxes * 4, kAmaxBytes = kWindows ? 2 * kAmaxes : 0;  // of tokens, then of rows
   static constexpr int kScaleBytes = kNumbers ? 0 : kRows * 16;
   static constexpr int kBuffer = 8192;
   using Result = FusedResult<kTokens, false, true, kGrouped, kBuffer>;
@@ -68,7 +69,7 @@ __device__ __forceinline__ void produce_windows(const typename C::Args& a, const
     const int b_row = row_of_b<C>(a, tile), a_row = row_of_a(a, tile, kRowsPerCta);
     const float *token_amaxes = nullptr, *column_amaxes = nullptr;
     if constexpr (C::kWindows) {
-      const int64_t per_tile = 4 * int64_t{a.k_steps} * kFusedAmaxes, token_tiles = a.matrix_tiles / a.column_tiles;
+      const int64_t per_tile = 4 * int64_t{a.k_steps} * kPinnedAmaxes, token_tiles = a.matrix_tiles / a.column_tiles;
       token_amaxes = a.token_amaxes + (tile.matrix * token_tiles + tile.token / C::kTokens) * per_tile;
       column_amaxes =
           a.column_amaxes + (int64_t{tile.matrix} * a.column_tiles * 2 + tile.column / C::kRows + rank) * per_tile;
@@ -86,8 +87,8 @@ __device__ __forceinline__ void produce_windows(const typename C::Args& a, const
         load_box_to(3, smem + stage * C::kTokenBytes + rank * kRowsPerCta * 128, maps.a, full, w * 64, a_row);
         if constexpr (C::kWindows) {
           const uint32_t dst = smem + C::kAmaxOffset + stage * C::kAmaxBytes;
-          load_bytes(dst, token_amaxes + int64_t{w} * kFusedAmaxes, C::kAmaxes, full);
-          load_bytes(dst + C::kAmaxes, column_amaxes + int64_t{w} * kFusedAmaxes, C::kAmaxes, full);
+          load_bytes(dst, token_amaxes + int64_t{w} * kPinnedAmaxes, C::kAmaxes, full);
+          load_bytes(dst + C::kAmaxes, column_amaxes + int64_t{w} * kPinnedAmaxes, C::kAmaxes, full);
         }
       }
     }

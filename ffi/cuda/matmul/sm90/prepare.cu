@@ -4,6 +4,7 @@
 #include "grouped.h"
 #include "groups.cuh"
 #include "launch.cuh"
+#include "pinned.h"
 #include "ptx.cuh"
 #include "windows.h"
 
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(kThreads) sm90_amaxes_kernel(MatmulOperand x, 
         size = size_of_window({low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w},
                               __ldg(reinterpret_cast<const uint32_t*>(x.scale) + window));
       }
-      float* const to = out + (tile * windows + w) * kFusedAmaxes;
+      float* const to = out + (tile * windows + w) * kPinnedAmaxes;
       to[place] = amax;
       const uint32_t sizes = bits_of_size(size) << (of_tokens ? kTokenSize : kColumnSize);
       const uint32_t kinds = __reduce_or_sync(~0u, kinds_of(amax) | sizes);

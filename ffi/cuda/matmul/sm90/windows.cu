@@ -272,8 +272,7 @@ cudaError_t launch_config(const WindowsArgs& args, const WindowsMaps& maps, cuda
 
 cudaError_t make_windows_maps(const WindowsPreparation& p, const WindowsScratch& at, WindowsMaps* maps) {
   const auto source = [&](const WindowsOperand& x, int64_t rows, int box_rows) {
-    return MapSource{x.numbers, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, p.depth, rows, p.depth * 2,
-                     kWindow,   static_cast<uint32_t>(box_rows)};
+    return map_of_numbers(x.numbers, rows, p.depth, static_cast<uint32_t>(box_rows));
   };
   return make_maps({{source(p.tokens, at.token_rows, p.tokens.tile_rows / 2), &maps->tokens},
                     {source(p.columns, at.column_rows, p.columns.tile_rows), &maps->columns}});
@@ -286,7 +285,7 @@ cudaError_t launch_sm90_windows(const MatmulArgs& g, const FusedPlan& plan, void
   const MatmulOperand &tokens = plan.swapped ? g.b : g.a, &columns = plan.swapped ? g.a : g.b;
   const int64_t column_tiles = (s.cols + kFusedCols - 1) / kFusedCols,
                 token_tiles = (s.rows + plan.tokens - 1) / plan.tokens;
-  const int64_t num_work_tiles = fused_tiles(s, plan) * plan.splits, windows = s.depth / kWindow;
+  const int64_t num_work_tiles = fused_tiles(s, plan.tokens) * plan.splits, windows = s.depth / kWindow;
   const bool both = tokens.map.windows();
   if (num_work_tiles > INT32_MAX) return cudaErrorInvalidConfiguration;  // more results than any memory holds
   if (!columns.map.windows() || s.depth % kWindow || plan.tokens != (both ? kBothWindowsTokens : kWindowsTokens) ||
