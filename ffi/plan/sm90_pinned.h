@@ -48,7 +48,7 @@ struct PinnedScratch : FusedScratch {
   int64_t columns, token_amaxes, column_amaxes;
 };
 inline PinnedScratch pinned_scratch(const GemmShape& s, const PinnedPlan& plan) {
-  PinnedScratch at{fused_scratch(s, {plan.tokens, 1, false})};
+  PinnedScratch at{fused_scratch(s, {plan.tokens, 1, false}), 0, 0, 0};
   const auto take = [&](bool needed, int64_t bytes) { return take_scratch(needed ? bytes : 0, &at.bytes); };
   const auto amaxes = [&](int64_t rows, int64_t tile) {
     const int64_t windows = round_up(s.depth, kFusedDepth) / kWindow, tiles = round_up(rows, tile) / 128;
