@@ -23,7 +23,7 @@ from .checkpoints._convert.options import ConvertOptions
 from .checkpoints._convert.plan import make_plan
 from .checkpoints._files.errors import CheckpointError, CommandError, Exit, OptionError
 from .checkpoints._files.files import RECORD, checked_path, existing_parent
-from .checkpoints._files.source import CONFIG, open_source
+from .checkpoints._files.source import open_source
 from .checkpoints._layouts.layouts import LAYOUTS
 from .checkpoints._layouts.loaders import TITLES
 from .checkpoints.compare import diff, inspect
@@ -341,7 +341,7 @@ def _convert(a: argparse.Namespace) -> Exit:
             _warn(warning)
     if a.report is not None:
         try:
-            records = verify_checkpoint(model, a.output, expert_layout=a.expert_layout)
+            records = verify_checkpoint(model, a.output, expert_layout=a.expert_layout, warn=_ignore)
         except VerificationError as e:
             write_report(a.report, e.records, result)
             raise
@@ -361,10 +361,15 @@ def _inspect(a: argparse.Namespace) -> Exit:
 
 def _verify(a: argparse.Namespace) -> Exit:
     failure: VerificationError | None = None
-    _warn_of_files(a.source, a.output)
     try:
         records = verify_checkpoint(
-            a.source, a.output, a.max_rel_error, a.expert_layout, loader=a.loader, scales_only=a.scales_only
+            a.source,
+            a.output,
+            a.max_rel_error,
+            a.expert_layout,
+            loader=a.loader,
+            scales_only=a.scales_only,
+            warn=_warn,
         )
     except VerificationError as e:
         records, failure = e.records, e
@@ -381,24 +386,18 @@ def _warn(text: str) -> None:
     console.say(f"warning: {text}", sys.stderr)
 
 
-def _warn_of_files(*paths: Path) -> None:
-    """Warns of files that are beside a model and may be no part of it."""
-    for path in paths:
-        for text in open_source(path).warnings:
-            if CONFIG not in text:
-                _warn(text)
+def _ignore(text: str) -> None:
+    """Takes a warning that was given before."""
 
 
 def _lint(a: argparse.Namespace) -> Exit:
-    _warn_of_files(a.source)
     done = fix_checkpoint(a.source, a.fix, warn=_warn) if a.fix is not None else {}
-    found = lint(a.fix if done else a.source, a.ranks)
+    found = lint(a.fix if done else a.source, a.ranks, warn=_warn if a.fix is None else _ignore)
     _show(console.findings_as_json(found, done) if a.json else console.findings_table(found, done, a.fix))
     return Exit.OK if all(f.note for f in found) else Exit.DIFFERENT
 
 
 def _repack(a: argparse.Namespace) -> Exit:
-    _warn_of_files(a.source)
     changed = repack_checkpoint(a.source, a.output, a.format, warn=_warn)
     did = _rewritten(a, "kv_scales", to=a.format) | {"globals_that_do_not_come_back": changed}
     text = (
@@ -409,7 +408,6 @@ def _repack(a: argparse.Namespace) -> Exit:
 
 
 def _dequantize(a: argparse.Namespace) -> Exit:
-    _warn_of_files(a.source)
     dequantize_checkpoint(a.source, a.output, a.dtype.upper(), warn=_warn)
     did = _rewritten(a, dtype=a.dtype)
     text = "decoded {weights} NVFP4 weights and {fp8} FP8 weights to {dtype}, and copied {copied} other tensors"
@@ -423,7 +421,7 @@ def _rewritten(a: argparse.Namespace, *copied: str, **to: str) -> dict[str, obje
 
 
 def _diff(a: argparse.Namespace) -> Exit:
-    found = diff(a.first, a.second)
+    found = diff(a.first, a.second, warn=_warn)
     _show(vars(found) if a.json else console.difference_table(found))
     return Exit.OK if found.same else Exit.DIFFERENT
 

@@ -308,7 +308,7 @@ def test_saved_tensors_come_back(tmp_path, layout):
     np.testing.assert_array_equal(c["lm_head.weight"], w)
     with pytest.raises(CheckpointError, match="window64"):
         save_checkpoint({"a.weight": jnvfp4.quantize(w, jnvfp4.WINDOW64)}, tmp_path / "no", layout)
-    with pytest.raises(CheckpointError, match="layout is 'x'; expected one of modelopt"):
+    with pytest.raises(CheckpointError, match="layout is 'x'; expected modelopt or compressed-tensors"):
         save_checkpoint(tensors, tmp_path / "no", layout="x")
 
 

@@ -33,10 +33,13 @@ from jnvfp4.checkpoints import (
     ConvertOptions,
     convert_checkpoint,
     dequantize_checkpoint,
+    diff,
     inspect,
     lint,
+    open_checkpoint,
     repack_checkpoint,
     save_checkpoint,
+    verify_checkpoint,
 )
 from jnvfp4.checkpoints._convert.plan import make_plan
 from jnvfp4.checkpoints._files import companions
@@ -214,6 +217,9 @@ def test_a_damaged_model_is_refused(model, tmp_path, case, capsys):
     assert len(refused(model, tmp_path, text, 3, capsys=capsys)) < 1500
 
 
+ADAPTER = "an adapter: ignored"
+
+
 def test_tensors_outside_the_index_are_carried_with_a_warning(model, tmp_path, capsys):
     """Files that have tensors of the model, or that cannot be read, are ignored with a warning."""
     mtp = {"mtp.fc.weight": weight(32, 64), "mtp.layers.0.mlp.down_proj.weight": weight(64, 32)}
@@ -231,7 +237,7 @@ def test_tensors_outside_the_index_are_carried_with_a_warning(model, tmp_path, c
     ignored = {
         "copy": f"but has '{DOWN}', which is: ignored",
         "consolidated": "a copy of the model for other loaders: ignored",
-        "adapter_model": "an adapter: ignored",
+        "adapter_model": ADAPTER,
         "linked": "a link out of the directory: ignored",
         "broken": "is 0 bytes long; expected a header length of 8 bytes: ignored",
         "folder": "no regular file: ignored",
@@ -243,6 +249,19 @@ def test_tensors_outside_the_index_are_carried_with_a_warning(model, tmp_path, c
     with_mtp = open_source(tmp_path / "out")
     assert all(with_mtp.array(name).tobytes() == w.tobytes() for name, (_, w) in mtp.items())
     assert main(["verify", str(model), str(tmp_path / "out")]) == 0
+    (model / "config.json").unlink()  # which is no warning about files
+    with pytest.warns(UserWarning, match="not in the index") as warned:
+        open_checkpoint(model)
+    out, told = tmp_path / "out", []
+    verify_checkpoint(model, out, warn=told.append)
+    assert [str(w.message) for w in warned] == told == [f"{name}, {text}" for name, text in sorted(warnings.items())]
+    shutil.copy(model / "adapter_model.safetensors", out)
+    repack = partial(repack_checkpoint, out, tmp_path / "repacked", "compressed-tensors")
+    decode = partial(dequantize_checkpoint, out, tmp_path / "decoded")
+    for call in (partial(lint, out), partial(diff, out, out), repack, decode):
+        told.clear()
+        call(warn=told.append)
+        assert f"adapter_model.safetensors: not in the index, {ADAPTER}" in told
 
 
 def test_a_second_copy_of_the_model_is_ignored_with_a_warning(tmp_path, capsys):

@@ -536,12 +536,16 @@ def test_global_scales_of_stacks_have_other_shapes(tmp_path, shape, equal):
         numbers = numbers * np.float32([1, 1.5]).reshape(1, 2, *[1] * (len(shape) - 2))
     tensors = {name: stack["weight"], f"{name}_weight_scale": stack["weight_scale"],
                f"{name}_weight_scale_2": numbers, f"{name}_input_scale": stack["input_scale"][:, None]}  # fmt: skip
-    path = model_of(tmp_path / "in", tensors)
+    path = model_of(
+        tmp_path / "in", tensors, {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    )
     if not equal and np.prod(shape) > 2:
-        with pytest.raises(
-            CheckpointError, match=r"gate_up_proj_weight_scale_2': is .* with different numbers for one"
-        ):
+        with pytest.raises(CheckpointError, match=r"gate_up_proj_weight_scale_2': is F32 .*(.|\n)*fused weights again"):
             open_checkpoint(path)
+        assert [(f.rule, f.where) for f in lint(path) if not f.note] == [("fused-globals", f"{name}_weight_scale_2")]
+        source = model_of(tmp_path / "source", {name: array(2, *values[0].shape)})
+        with pytest.raises(VerificationError, match="2 different global scales: the first is used for all its rows"):
+            verify_checkpoint(source, path, loader="vllm")
         return
     want = np.stack([values[0], 2 * values[1]])
     dequantize_checkpoint(path, tmp_path / "out", "F32")

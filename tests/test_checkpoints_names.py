@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import GOLDEN, model_of
+from checkpoints import GOLDEN, model_of, weight
 
 from jnvfp4._core.patterns import layer_of
 from jnvfp4.checkpoints import (
@@ -51,6 +51,8 @@ MTP = (
     "model.mtp_layers.0.input_proj",
     "model.layers.61.eh_proj",
     "model.layers.61.self_attn.o_proj",
+    "model.layers.62.mlp.down_proj",
+    "model.nextn.0.mlp.down_proj",
 )
 IN_16_BITS = (
     "model.layers.0.self_attn.indexer.wk",
@@ -59,7 +61,12 @@ IN_16_BITS = (
     "model.layers.0.linear_attn.in_proj_b",
     "model.layers.0.linear_attn.in_proj_ba",
 )
-OTHERS = ("vit.blocks.0.attn.qkv", "multi_modal_projector.linear_1", "model.vision_tower.layers.0.mlp.fc1")
+OTHERS = (
+    "model.layers.62.enorm",
+    "vit.blocks.0.attn.qkv",
+    "multi_modal_projector.linear_1",
+    "model.vision_tower.layers.0.mlp.fc1",
+)
 PROJECTIONS = (
     "model.layers.0.self_attn.gate",
     "model.layers.0.mlp.down_proj",
@@ -116,6 +123,10 @@ def test_layers_of_mtp_are_no_decoder_layers(tmp_path):
     assert layer_of("model.layers.12.mlp.down_proj.weight") == 12
     assert layer_of("model.language_model.layers.1.x") == 1
     assert layer_of("mtp.layers.0.mlp.down_proj.weight") is None
+    tensors = {f"model.layers.{i}.mlp.down_proj.weight": weight(16, 32) for i in (1, 2)}
+    config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    counted = make_plan(open_source(model_of(tmp_path / "counted", tensors, config)), ConvertOptions())
+    assert [m for g in counted.groups for m in g.members] == ["model.layers.1.mlp.down_proj"]
     modules = ("mtp.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
     plan = planned(tmp_path, modules, start_layers=1, targets=modules)
     assert len(plan.groups) == 2

@@ -60,14 +60,14 @@ def model(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"layout": "x"}, "layout is 'x'; expected one of modelopt, compressed-tensors, te"),
+        ({"layout": "x"}, "layout is 'x'; expected modelopt or compressed-tensors or te"),
         ({"spec": "nvfp4"}, "spec is 'nvfp4'; expected a QuantSpec"),
         *(
             ({"spec": spec}, "expected rounding to nearest, no rht, and an amax per tensor or row")
             for spec in (jnvfp4.NVFP4_SR, jnvfp4.NVFP4_RHT, jnvfp4.WINDOW64)
         ),
-        ({"experts": None}, "experts is None; expected one of keep"),
-        ({"strict": "no"}, "strict is 'no'; expected one of False, True"),
+        ({"experts": None}, "experts is None; expected keep or per-expert or stacked"),
+        ({"strict": "no"}, "strict is 'no'; expected False or True"),
         ({"targets": "model.a"}, "targets is 'model.a'; expected a tuple of texts"),
         ({"ignore": (1,)}, "ignore is (1,); expected a tuple of texts"),
         ({"start_layers": -1}, "start_layers is -1; expected an integer, 0 or more"),
@@ -89,7 +89,7 @@ def model(tmp_path) -> Path:
         ({"input_amax": 0.5, "weight_only": True}, "input_amax is 0.5 and weight_only is used; expected one of them"),
         ({"input_amax": Path("s.json"), "layout": "te"}, "input_amax is s.json and layout is te; expected one of them"),
         ({"on_missing_amax": "siblings"}, "on_missing_amax is siblings and input_amax is None; expected a JSON file"),
-        ({"kv_cache": "mxfp4"}, "kv_cache is 'mxfp4'; expected one of none, fp8"),
+        ({"kv_cache": "mxfp4"}, "kv_cache is 'mxfp4'; expected none or fp8"),
         ({"kv_cache": "fp8", "layout": "te"}, "kv_cache is fp8 and layout is te"),
         ({"kv_cache": "fp8", "layout": "compressed-tensors"}, "kv_cache is fp8 and layout is compressed-tensors"),
     ],
@@ -458,8 +458,8 @@ def test_a_source_and_its_conversion_are_not_exchanged(model, tmp_path, capsys):
     convert_checkpoint(model, out)
     assert main(["verify", str(out), str(model)]) == 3
     error = capsys.readouterr().err
-    assert f"{model}: is not quantized, but '{out}' is; expected the source first" in error
-    assert "hint: swap both" in error
+    assert f"{model}: is not quantized; expected the converted checkpoint\n" in error
+    assert f"hint: the source comes first: swap it with '{out}', which is quantized" in error
 
 
 def test_a_verification_that_fails_says_so_at_the_end(model, tmp_path, capsys):

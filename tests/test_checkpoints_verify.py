@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from checkpoints import DOWN, FAMILIES, GATE, UP, array, draw_nothing, family, model_of, weight, write
-from test_checkpoints_lint import Broken, scaled, tiled
+from test_checkpoints_lint import Broken, blocks_of_32, padded, put, scaled, tiled
 
 import jnvfp4
 from jnvfp4.checkpoints import (
@@ -295,6 +295,16 @@ LOADED = {
     "no config": ("modelopt", False, no_config, {"vllm": dict.fromkeys(
         (Q, K, V, O_PROJ, *(f"{MLP}.{r}_proj" for r in ("gate", "up", "down")), *EXPERT),
         ("no config.json or other config", None))}),
+    "padded block scales": ("modelopt", False, padded(O_PROJ, flat=True), {ALL: {
+        O_PROJ: ("weight_scale': is F8_E4M3 [1024]; expected F8_E4M3 [128, 8]", None)}}),
+    "several global scales": (CT, False, put("global_scale", lambda x: x * [1, 4], O_PROJ), {
+        "vllm sglang": {O_PROJ: ("has 2 different global scales: which is refused", None)}}),
+    "blocks of 32": ("modelopt", False, lambda b: blocks_of_32(b, O_PROJ), {
+        "vllm": {O_PROJ: ("blocks of 32, whose scales are loaded, while", None)},
+        "sglang": {O_PROJ: ("blocks of 32, which Marlin refuses", None)},
+        "trtllm": {O_PROJ: ("blocks of 32, which are refused but in W4A16", None)}}),
+    "blocks of 32 in W4A16": ("modelopt", True, lambda b: blocks_of_32(b, O_PROJ), {
+        "vllm": {O_PROJ: ("whose scales are loaded, while", None)}, "trtllm": {}}),
     "ComfyUI's tiles": ("modelopt", False, tiles(O_PROJ), {"vllm": {O_PROJ: ("taken for rows", 0)}, "sglang": {}}),
 }  # fmt: skip
 
@@ -360,5 +370,5 @@ def test_the_command_shows_weights_as_stored_and_as_loaded(tmp_path, sound, caps
     assert all(t["rel_err_as_loaded"] == t["rel_err"] for t in tensors if "rel_err" in t)
     assert main(["verify", str(sound[0]), sizes, "--scales-only"]) == 2
     assert main(["verify", str(sound[0]), str(sound[1] / f"{CT}-True"), "--as", "trtllm"]) == 2
-    with pytest.raises(CheckpointError, match="loader is 'x'; expected one of vllm, sglang, trtllm"):
+    with pytest.raises(CheckpointError, match="loader is 'x'; expected vllm or sglang or trtllm"):
         verify_checkpoint(sound[0], sizes, loader="x")

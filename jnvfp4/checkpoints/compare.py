@@ -1,6 +1,7 @@
 """Describes a checkpoint from its headers, and finds where two checkpoints differ."""
 
 import json
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from ._files.files import CHUNK_BYTES, pieces, slices
 from ._files.safetensors import JSON
-from ._files.source import CONFIG, HF_QUANT, Source, open_source, read_hf_quant
+from ._files.source import CONFIG, HF_QUANT, Source, Warn, open_source, read_hf_quant
 from ._layouts.names import WEIGHT, is_kv_scale, module_of
 from ._layouts.stored import Stored, layout_of, open_stored, stored_of
 from ._layouts.unsupported import config_refusal, mlx_refusal, other_kv_cache, tensor_refusal
@@ -27,7 +28,7 @@ def inspect(source: Path | str) -> JSON:
         "tensors": len(opened.places),
         "bytes": opened.nbytes,
         "dtypes": dict(sorted(dtypes.items())),
-        "warnings": list(opened.warnings),
+        "warnings": [*opened.file_warnings, *opened.warnings],
     }
     if layout is None and (refusal := mlx_refusal(opened)):
         out["warnings"].append(str(refusal).partition("\n")[0])
@@ -80,13 +81,16 @@ class Difference:
         return not any(vars(self).values())
 
 
-def diff(first: Path | str, second: Path | str) -> Difference:
+def diff(first: Path | str, second: Path | str, *, warn: Warn = warnings.warn) -> Difference:
     """Compares two NVFP4 checkpoints of any layouts.
 
     Codes, block scales and other tensors are compared as bytes; global and activation scales as decode scales; configs
-    by their entries. Other files, such as tokenizers, are not compared.
+    by their entries. Other files, such as tokenizers, are not compared. ``warn`` is called with a sentence about each
+    file that may be no part of one of them.
     """
     a, b = open_stored(Path(first)), open_stored(Path(second))
+    for stored in (a, b):
+        stored.source.warn_of_files(warn)
     names_a, names_b = set(a.names), set(b.names)
     quantized_in_one = {a.name(m) for m in a.modules} ^ {b.name(m) for m in b.modules}
     out = Difference(

@@ -11,11 +11,11 @@ import numpy as np
 from ..spec import BLOCK
 from ._files.errors import reading
 from ._files.safetensors import DTYPES, JSON, Planned
-from ._files.source import CONFIG, HF_QUANT, open_source
+from ._files.source import CONFIG, HF_QUANT, Warn, open_source
 from ._layouts.base import Quantization
 from ._layouts.survey import NAN, Item, Survey, survey
 from ._layouts.unsupported import kv_cache
-from .rewrite import Pieces, Warn, copying, write_output
+from .rewrite import Pieces, copying, write_output
 from .rules import (
     findings,
     ignore_list_of,
@@ -48,7 +48,7 @@ def fix_checkpoint(source: Path | str, output: Path | str, *, warn: Warn = warni
     Args:
       source: an NVFP4 checkpoint in layout modelopt or compressed-tensors.
       output: a new or empty directory. If nothing can be mended, it is not written.
-      warn: called with a sentence about each file that is not copied.
+      warn: called with a sentence about each file that is not copied, or may be no part of the source.
 
     Returns:
       what was done, by tensor or file.
@@ -57,6 +57,7 @@ def fix_checkpoint(source: Path | str, output: Path | str, *, warn: Warn = warni
       CheckpointError: a file is damaged, there is no NVFP4 weight, or the disk is full.
     """
     s, fixes = survey(open_source(Path(source))), _Fixes()
+    s.source.warn_of_files(warn)
     fixable = [f for f in findings(s) if f.fixable]
     if fixable:
         _fix_activations(s, fixes)

@@ -161,9 +161,11 @@ def open_checkpoint(source: Path | str) -> Checkpoint:
     Raises:
       CheckpointError: the checkpoint is damaged, or has weights in formats other than NVFP4, FP8 and MXFP8.
 
-    Warns of factors of AWQ, which the caller multiplies the activations by, and of a KV cache other than FP8.
+    Warns of factors of AWQ, which the caller multiplies the activations by, of a KV cache other than FP8, and of files
+    that may be no part of the checkpoint.
     """
     stored = open_stored(Path(source), ordinary=True)
+    stored.source.warn_of_files(warnings.warn)
     if text := other_kv_cache(stored.source):
         warnings.warn(f"{stored.source.directory}: {text}", stacklevel=2)
     if awq := [name for m in stored.modules if (name := stored.pre_quant_scale(m))]:

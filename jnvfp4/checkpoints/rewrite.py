@@ -25,7 +25,7 @@ from ._files.files import (
     write_file,
 )
 from ._files.safetensors import DTYPES, FLOATS, JSON, VERSION, Planned, writing
-from ._files.source import CONFIG, Source, index_file, params_file, without_quantization
+from ._files.source import CONFIG, Source, Warn, index_file, params_file, without_quantization
 from ._layouts.base import Layout, Parts, Quantization, decode_scale
 from ._layouts.layouts import LAYOUTS, LayoutName, layouts_with
 from ._layouts.loaders import linear_modules
@@ -34,7 +34,6 @@ from ._layouts.stored import Stored, Weight, open_stored
 from ._layouts.unsupported import kv_cache
 
 Pieces = Iterator[tuple[str, int, np.ndarray]]  # a tensor's name, the index of the first element, elements
-Warn = Callable[[str], object]
 
 
 # ---------------------------------------------------------------- another layout
@@ -59,6 +58,7 @@ def repack_checkpoint(source: Path | str, output: Path | str, layout: LayoutName
         would disagree about what is quantized; or the disk is full.
     """
     stored, to = open_stored(Path(source)), LAYOUTS[layout]
+    stored.source.warn_of_files(warn)
     if to.stores_amax:
         clause = f"is {layout}, which stores an amax, and an amax does not follow from a scale"
         raise OptionError({"layout": clause}, layouts_with(lambda x: not x.stores_amax))
@@ -162,6 +162,7 @@ def dequantize_checkpoint(
     if dtype not in FLOATS:
         raise OptionError({"dtype": f"is {dtype!r}"}, "BF16, F16 or F32")
     stored = open_stored(Path(source), fp8_tag=dtype)
+    stored.source.warn_of_files(warn)
     for module in stored.modules:
         w = stored.weight(module)
         factor = 1.0 if w.pre_quant_scale is None else float(np.abs(w.pre_quant_scale).max())

@@ -4,6 +4,7 @@ Sources, as issues and pull requests: vLLM 29980, 42601, 45102, 45212, 49949, 52
 23625; TensorRT-LLM 18772; compressed-tensors 595; Model Optimizer 1397, 1633, 1858 and 2038.
 """
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,19 @@ import numpy as np
 from ..spec import BLOCK
 from ._convert.views import has_blocks_along_n
 from ._files.errors import CheckpointError
-from ._files.source import CONFIG, HF_QUANT, open_source
+from ._files.source import CONFIG, HF_QUANT, Warn, open_source
 from ._layouts.forms import values_of
 from ._layouts.loaders import VERSIONS, Reading, listed
-from ._layouts.names import is_embedding, is_head, is_other, is_router, is_stack, split_expert, split_role
+from ._layouts.names import (
+    is_embedding,
+    is_head,
+    is_other,
+    is_router,
+    is_stack,
+    is_unquantized_in_loaders,
+    split_expert,
+    split_role,
+)
 from ._layouts.stored import scale_shapes
 from ._layouts.survey import Item, Survey, module_entries, survey
 from ._layouts.unsupported import kv_caches
@@ -61,17 +71,20 @@ class Rule:
     find: Callable[[Survey], Iterable[Found]]
 
 
-def lint(source: Path | str, ranks: int | None = None) -> list[Finding]:
+def lint(source: Path | str, ranks: int | None = None, *, warn: Warn = warnings.warn) -> list[Finding]:
     """Finds what breaks loaders of an NVFP4 checkpoint. Codes are not read, only headers, scales and configs.
 
     Args:
       source: an NVFP4 checkpoint of any layout, complete or not; beside other formats its NVFP4 weights are checked.
       ranks: ranks of tensor parallelism that the model is to be split over. Without it, there are notes about 2, 4, 8.
+      warn: called with a sentence about each file beside the checkpoint that may be no part of it.
 
     Raises:
       CheckpointError: a file is damaged, or there is no NVFP4 weight.
     """
-    return findings(survey(open_source(Path(source)), ranks))
+    s = survey(open_source(Path(source)), ranks)
+    s.source.warn_of_files(warn)
+    return findings(s)
 
 
 def findings(s: Survey) -> list[Finding]:
@@ -178,14 +191,22 @@ def _globals_of(s: Survey, members: Sequence[str]) -> tuple[np.ndarray, np.ndarr
 
 
 def _fused(s: Survey) -> Iterator[Found]:
+    for module, parts in s.unequal_globals.items():
+        if not s.items[module].bad_globals:
+            text = f"has {parts.shape[1]} different global scales for one weight, up to {_ratio(parts, 1):.4g}x"
+            yield s.items[module].parts.global_scale, text, False
     for group in s.fused:
         if shared_global(s, group.members) is not None:
             _, decode = _globals_of(s, group.members)
-            ratio = np.divide(decode.max(axis=0), decode.min(axis=0), dtype=np.float64).max()
+            ratio = _ratio(decode, 0)
             roles = ", ".join(split_role(m)[1] for m in group.members[1:])
-            whole = float(ratio) <= _MOST_ROUNDED and all(is_whole(s, s.items[m]) for m in group.members)
+            whole = ratio <= _MOST_ROUNDED and all(is_whole(s, s.items[m]) for m in group.members)
             text = f"and {roles} have different global scales, up to {ratio:.4g}x"
             yield group.members[0], text, whole
+
+
+def _ratio(decode: np.ndarray, axis: int) -> float:
+    return float(np.divide(decode.max(axis), decode.min(axis), dtype=np.float64).max())
 
 
 def _globals(s: Survey) -> Iterator[Found]:
@@ -440,10 +461,10 @@ RULES: Mapping[str, Rule] = {
         _experts,
     ),
     "quantized-router": Rule(
-        "a router is quantized",
-        "vLLM, SGLang: most models load gates in 16 bits",
+        "a router is quantized, indexer.wk or indexer.weights_proj, or eh_proj or mtp.fc",
+        "vLLM, SGLang: most models load them in 16 bits",
         "take it from the original model",
-        lambda s: _by_mistake(is_router, s),
+        lambda s: _by_mistake(lambda m: is_router(m) or is_unquantized_in_loaders(m), s),
     ),
     "quantized-head": Rule(
         "an embedding is quantized, or lm_head (a note)",

@@ -38,7 +38,7 @@ def save_checkpoint(
         not empty or another writer has it, the config has NaN or infinity, or a file cannot be written.
     """
     if layout not in LAYOUTS:
-        raise OptionError({"layout": f"is {layout!r}"}, f"one of {', '.join(LAYOUTS)}")
+        raise OptionError({"layout": f"is {layout!r}"}, " or ".join(LAYOUTS))
     output, to = checked_path(output), LAYOUTS[layout]
     check_finite(config, "config")
     weights = {n: t for n, t in tensors.items() if isinstance(t, NVFP4Tensor)}

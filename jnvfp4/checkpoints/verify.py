@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,14 +15,14 @@ from ._convert.views import decoded, has_blocks_along_n, per_expert, stacked
 from ._files.errors import CheckpointError, Exit, OptionError
 from ._files.files import CHUNK_BYTES, Rows, slices
 from ._files.safetensors import JSON, Planned
-from ._files.source import Source, open_source
+from ._files.source import Source, Warn, open_source
 from ._layouts.base import Peer
 from ._layouts.fp8 import Fp8Weight
 from ._layouts.loaded import Loaded, loaded_otherwise
 from ._layouts.loaders import TITLES, LoaderName
 from ._layouts.names import WEIGHT, is_kv_scale, module_of
 from ._layouts.stored import Stored, Weight, layout_of, open_stored
-from ._layouts.survey import survey
+from ._layouts.survey import Survey, survey
 
 LARGEST_SCALE = 0x7E  # the E4M3 bits of 448
 SUSPICIOUS = 0.15  # a relative error; Gaussian weights have about 0.094
@@ -154,6 +155,7 @@ def verify_checkpoint(
     *,
     loader: LoaderName | None = None,
     scales_only: bool = False,
+    warn: Warn = warnings.warn,
 ) -> list[Record]:
     """Decodes every weight of a converted checkpoint and compares it with the source; other tensors must be unchanged.
 
@@ -164,6 +166,7 @@ def verify_checkpoint(
       expert_layout: as in ``ConvertOptions``, needed if experts were taken out of one tensor.
       loader: whose reading of scales and configs is compared with the source too, see ``Record.error_as_loaded``.
       scales_only: reads no codes and nothing of the source but headers: only what the loader changes is found.
+      warn: called with a sentence about each file that may be no part of a checkpoint.
 
     Returns:
       a record of every tensor, or of every NVFP4 weight if ``scales_only``, in the order of their names.
@@ -171,26 +174,28 @@ def verify_checkpoint(
     Raises:
       VerificationError: a tensor is missing or changed, an error is larger than ``max_relative_error``, members of a
         group have different global scales, or compressed-tensors decodes other values (asked if it is installed and
-        the layout is its own); or the loader does not load a weight, or with such an error.
+        the layout is its own); or the loader does not load a weight, or with such an error, or (with a loader) a
+        weight is damaged or in another form.
       CheckpointError: one of the checkpoints is damaged, or the loader does not read the layout.
     """
     if not max_relative_error >= 0:
         raise OptionError({"max_relative_error": f"is {max_relative_error}"}, "a number, 0 or more")
     if loader not in (None, *TITLES):
-        raise OptionError({"loader": f"is {loader!r}"}, f"one of {', '.join(TITLES)}")
+        raise OptionError({"loader": f"is {loader!r}"}, " or ".join(TITLES))
     if scales_only and loader is None:
         raise OptionError({"scales_only": "is used without loader"}, "both")
-    opened = open_source(Path(source))
-    if layout_of(opened) is not None and layout_of(open_source(Path(output))) is None:
-        observed = f"is not quantized, but {str(source)!r} is"
-        expected = "the source first, then the converted checkpoint"
-        raise CheckpointError(observed, expected, file=Path(output), hint="swap both")
-    stored = open_stored(Path(output))
+    opened, written = open_source(Path(source)), open_source(Path(output))
+    for s in (opened, written):
+        s.warn_of_files(warn)
+    if layout_of(opened) is not None and layout_of(written) is None:
+        hint = f"the source comes first: swap it with {str(source)!r}, which is quantized"
+        raise CheckpointError("is not quantized", "the converted checkpoint", file=Path(output), hint=hint)
+    stored = open_stored(Path(output), all_fit=loader is None)
     original = _as_converted(opened, stored, expert_layout)
     failures: list[CheckpointError] = []
     records: list[Record] = []
     peer = stored.layout.peer((stored.source.config or {}).get("quantization_config"))
-    otherwise = {} if loader is None else loaded_otherwise(survey(open_source(Path(output))), loader)
+    otherwise = {} if loader is None else _loaded_otherwise(survey(written), stored, loader)
     checks: list[Callable[[], Record | None]] = [partial(_check_groups, stored)]
     kept = [n for n in stored.kept if n in original.places or not is_kv_scale(n)]  # a source has no scales of a cache
     checks += [partial(_check_kept, original, stored, name) for name in kept]
@@ -208,9 +213,10 @@ def verify_checkpoint(
         failures.append(_failure(min(missing), "is missing", "", stored))
     records.sort(key=lambda r: r.name)
     if loader is not None:
-        by_name = {stored.name(m) if m in stored.modules else _kept_name(stored, m): m for m in otherwise}
+        by_name = {_name(stored, m): m for m in otherwise}
         records = [_as_loaded(r, otherwise.get(by_name.get(r.name, "")), original, stored) for r in records]
-        records += [_unread(n, otherwise[m], stored) for n, m in by_name.items() if n not in {r.name for r in records}]
+        known = {r.name for r in records}
+        records += [_unread(n, otherwise[m], original, stored) for n, m in by_name.items() if n not in known]
     for r in records:
         as_stored = None if r.error is None else r.error.relative_error
         for error, how in ((as_stored, ""), (r.error_as_loaded if r.reason else None, f", as {loader} loads it")):
@@ -218,7 +224,7 @@ def verify_checkpoint(
                 observed = f"relative error is {error:.4g}{how}{r.reason and how and f': it {r.reason}'}"
                 failures.append(_failure(r.name, observed, f"at most {max_relative_error:g}", stored))
         if r.reason and r.error_as_loaded is None:
-            failures.append(_failure(r.name, f"is not loaded by {loader}: it {r.reason}", "", stored))
+            failures.append(_failure(r.name, f"{r.reason}, as {loader} loads it", "", stored))
     if failures:
         raise VerificationError(failures, records)
     return records
@@ -226,7 +232,8 @@ def verify_checkpoint(
 
 def _as_converted(source: Source, stored: Stored, expert_layout: ExpertLayout) -> Source:
     """Infers the form in which the source was converted from the names in the output, and shows the source so."""
-    names = {*map(stored.name, [*stored.modules, *stored.fp8]), *(n for n in stored.kept if not is_kv_scale(n))}
+    weights = (*stored.modules, *stored.unfit, *stored.fp8)
+    names = {*map(stored.name, weights), *(n for n in stored.kept if not is_kv_scale(n))}
     source = decoded(decoded(source, "fp8"), "mxfp4")
     if not names <= set(source.places):
         source = per_expert(source, expert_layout)
@@ -327,6 +334,13 @@ def _check_headers(source: Source, stored: Stored, module: str) -> Record:
 
 
 # ---------------------------------------------------------------- what a loader reads
+def _loaded_otherwise(s: Survey, stored: Stored, loader: LoaderName) -> dict[str, Loaded]:
+    """Gives the modules that a loader reads otherwise than they are stored, and those that nobody reads."""
+    unfit = {m: e for m, e in stored.unfit.items() if m not in s.unequal_globals}
+    nobody = {m: Loaded(f"does not fit: {str(e).partition(chr(10))[0]}") for m, e in unfit.items()}
+    return loaded_otherwise(s, loader) | nobody
+
+
 def _as_loaded(record: Record, found: Loaded | None, source: Source, stored: Stored) -> Record:
     """Adds the error of the weight that a loader multiplies by."""
     own = record.error.relative_error if record.error else None if record.sha256 else 0.0
@@ -350,13 +364,16 @@ def _as_loaded(record: Record, found: Loaded | None, source: Source, stored: Sto
     return replace(record, error_as_loaded=error, reason=found.reason)
 
 
-def _kept_name(stored: Stored, module: str) -> str:
-    return name if (name := module + WEIGHT) in stored.source.places else module
+def _name(stored: Stored, module: str) -> str:
+    quantized = module in stored.modules or module in stored.unfit
+    name = stored.name(module) if quantized else module + WEIGHT
+    return name if quantized or name in stored.source.places else module
 
 
-def _unread(name: str, found: Loaded, stored: Stored) -> Record:
-    entry = stored.source.entry(name)
-    return Record(name, entry.shape, entry.tag, None, None, "", reason=found.reason)
+def _unread(name: str, found: Loaded, source: Source, stored: Stored) -> Record:
+    entries = [s.entry(name) for s in (source, stored.source) if name in s.places]
+    shape, tag = (entries[0].shape, entries[0].tag) if entries else ((), "")
+    return Record(name, shape, tag, None, None, "", reason=found.reason)
 
 
 def _sha256(*arrays: np.ndarray) -> str:

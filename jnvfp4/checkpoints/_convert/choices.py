@@ -16,10 +16,10 @@ from .._layouts.names import (
     WEIGHT,
     Group,
     groups_of,
-    is_16_bits_in_loaders,
     is_embedding,
     is_expert,
     is_head,
+    is_in_16_bits,
     is_mtp,
     is_other,
     is_router,
@@ -113,7 +113,7 @@ def _kind(entry: Planned, module: str, options: ConvertOptions, mtp: tuple[str, 
         (is_embedding(module) and not wanted, "", "embedding", ""),
         (is_other(module) and not wanted, "", "no projection of the language model", ""),
         (is_mtp(module, mtp) and not wanted, "", "multi-token prediction", ""),
-        (is_16_bits_in_loaders(module) and not wanted, "", "in 16 bits in loaders", ""),
+        (is_in_16_bits(module) and not wanted, "", "in 16 bits in loaders", ""),
         (only_experts and not is_expert(entry.name) and not wanted, "", "no expert", ""),
         (0 in entry.shape, "has", f"shape {list(entry.shape)}", "no empty axis"),
         (entry.tag not in FLOATS, "has", _dtype(entry), "a float dtype"),  # last: alone it has a warning
@@ -189,7 +189,7 @@ def choose(source: Source, options: ConvertOptions) -> tuple[dict[str, Choice], 
         differ in K, or nothing is left to quantize.
     """
     _check_layers(source.layers, options)
-    mtp = mtp_layers(map(module_of, source.places))
+    mtp = mtp_layers(map(module_of, source.places), source.mtp_from)
     choices = {e.name: _choice(e, source, options, mtp) for e in source.entries()}
     _check_conv1d(choices.values())
     names = [n for n, d in choices.items() if n.endswith(WEIGHT) or is_expert_stack(d.entry)]

@@ -122,7 +122,7 @@ def _check_type(name: str, value: object, hint: object) -> None:
     """Checks options that are bool, a Literal, a tuple of texts or an integer."""
     choices = (False, True) if hint is bool else typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     if choices and not any(type(value) is type(c) and value == c for c in choices):
-        raise OptionError({name: f"is {value!r}"}, f"one of {', '.join(map(str, choices))}")
+        raise OptionError({name: f"is {value!r}"}, " or ".join(map(str, choices)))
     if typing.get_origin(hint) is tuple and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
         raise OptionError({name: f"is {value!r}"}, "a tuple of texts")
     least = 0 if name in ("start_layers", "end_layers") else 1

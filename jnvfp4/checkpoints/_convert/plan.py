@@ -103,7 +103,7 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
     scales, uncalibrated = _input_scales(options, groups, {*map(module_of, choices)})
-    warnings = view.warnings + warnings + uncalibrated + _of_gates(view, groups)
+    warnings = view.file_warnings + view.warnings + warnings + uncalibrated + _of_gates(view, groups)
     return _plan_of(view, options, choices, groups, scales, warnings)
 
 

@@ -22,6 +22,7 @@ _STEMS = ("model", "diffusion_pytorch_model", "consolidated")  # what names of s
 _NOT_OF_MODEL = {"adapter": "an adapter", _STEMS[2]: "a copy of the model for other loaders"}  # by their beginning
 INDEXES = tuple(f"{stem}{SHARD}.index.json" for stem in _STEMS)
 _PICKLES = (".bin", ".pt", ".pth")
+Warn = Callable[[str], object]
 
 
 def read_json(path: Path) -> JSON:
@@ -64,7 +65,8 @@ class Source:
       files: the shards, by file name.
       places: the file name of each tensor's shard; a view has the shard of its first part.
       config: the content of ``config.json``, or None if there is no such file. A quantization in ``params`` is in it.
-      warnings: sentences about findings that are no errors.
+      warnings: sentences about findings that are no errors, except those of ``file_warnings``.
+      file_warnings: sentences about files beside the model that may be no part of it.
       single_file: whether the user named one file, so that its directory may have files of other models.
       views: the tensors that are computed, by name.
       params: the content of ``params.json``, where ``config.json`` describes no model.
@@ -76,6 +78,7 @@ class Source:
     places: Mapping[str, str]
     config: JSON | None
     warnings: tuple[str, ...] = ()
+    file_warnings: tuple[str, ...] = ()
     single_file: bool = False
     views: Mapping[str, View] = field(default_factory=dict)
     params: JSON | None = None
@@ -116,6 +119,11 @@ class Source:
             places[name] = self.places[view.parts[0]]
         return replace(self, places=places, views={**self.views, **by_name})
 
+    def warn_of_files(self, warn: Warn) -> None:
+        """Warns of files beside the model, one by one."""
+        for text in self.file_warnings:
+            warn(text)
+
     def check_unchanged(self) -> None:
         """Raises if a file is another one than when it was opened."""
         for file in self.files.values():
@@ -146,6 +154,11 @@ class Source:
         """The number of decoder layers according to the config."""
         return next((n for c in self.configs if isinstance(n := c.get("num_hidden_layers"), int)), None)
 
+    @property
+    def mtp_from(self) -> int | None:
+        """The number of the first layer that predicts tokens after the next one, if the config says that any does."""
+        return self.layers if any(c.get("num_nextn_predict_layers") for c in self.configs) else None
+
 
 def open_source(path: Path) -> Source:
     """Opens a directory of safetensors files, with or without an index, or one such file.
@@ -166,22 +179,22 @@ def open_source(path: Path) -> Source:
     present = [path.name] if single_file else sorted(p.name for p in path.glob(f"*{SHARD}"))
     index_path = None if single_file else _index_of(path, present)
     index = None if index_path is None else _read_index(index_path)
-    names, warnings = _without_copies(present) if index is None else (sorted(set(index.values())), ())
+    names, of_files = _without_copies(present) if index is None else (sorted(set(index.values())), ())
     if not names:
         raise CheckpointError(f"has no *{SHARD} file", file=path, hint=_pickle_hint(path))
     files, config, params = _open_shards(directory, names), *_read_configs(directory)
     places = _places_of(directory, files)
     if index_path is not None and index is not None:
         _check_index(index_path, index, places)
-        more, warnings = _outside_index(directory, [name for name in present if name not in names], places)
+        more, of_files = _outside_index(directory, [name for name in present if name not in names], places)
         files, places = files | more, places | _places_of(directory, more)
     if not places:
         raise CheckpointError("has no tensor", "a model", file=path)
-    if config is None:
-        warnings += (f"{directory / CONFIG}: missing, so the number of layers and the model type are unknown",)
+    missing = f"{directory / CONFIG}: missing, so the number of layers and the model type are unknown"
+    warnings = (missing,) if config is None else ()
     named = names if index_path is None else [index_path.name]
     stem = next((stem for stem in _STEMS if all(name.startswith(stem) for name in named)), _STEMS[0])
-    return Source(directory, files, places, config, warnings, single_file, params=params, stem=stem)
+    return Source(directory, files, places, config, warnings, of_files, single_file, params=params, stem=stem)
 
 
 def _index_of(directory: Path, present: list[str]) -> Path | None:

@@ -3,7 +3,8 @@
 - ComfyUI marks a layer ``M`` by JSON, in a tensor ``M.comfy_quant`` of bytes or under ``_quantization_metadata`` in a
   file's metadata: comfy-kitchen stores block scales in the order of tiles, and the even element in the high half.
 - Blocks of 32 (Model Optimizer's nvfp4_bs32) have scales [N, K/32], where a config has ``group_size`` 32.
-- A global scale may have an axis more, [E, 1] or [E, 1, 1], or one number per fused weight: [E, 2], (3,).
+- A global scale may have an axis more, [E, 1] or [E, 1, 1], or one number per fused weight, [E, 2] or (3,), if they are
+  equal: loaders refuse others, or use that of gate for up too.
 """
 
 import math
@@ -31,7 +32,7 @@ def in_layout_form(source: Source, layout: Layout, modules: Iterable[str], stack
     """Shows NVFP4 weights as a layout stores them, and those that ComfyUI marks.
 
     Raises:
-      CheckpointError: a mark has an unknown format, or numbers that a loader would take for one differ.
+      CheckpointError: a mark has an unknown format.
     """
     source = without_marks(source)
     entries, views, sections = source.places, list[View](), (*source.configs, read_hf_quant(source))
@@ -131,7 +132,7 @@ def _halved(source: Source, codes: Planned, scales: Planned) -> Iterator[View]:
 
 
 def _one_number(source: Source, entry: Planned, stacked: bool, merge: Merge | None) -> Iterator[View]:
-    """Shows several numbers for a weight, or for an expert of a stack, as one; without ``merge`` they must be equal."""
+    """Shows several numbers for a weight, or for an expert of a stack, as one; without ``merge`` only equal ones."""
     count = entry.shape[0] if stacked and entry.shape else 1
     several = math.prod(entry.shape) // max(count, 1)
     plain = entry.shape in ((), (1,), (count,)) if stacked or entry.shape == (1,) else not entry.shape
@@ -139,8 +140,6 @@ def _one_number(source: Source, entry: Planned, stacked: bool, merge: Merge | No
         return
     numbers = source.read(entry.name).astype(np.float32).reshape(count, several)
     if merge is None and (numbers != numbers[:, :1]).any():
-        observed = f"is {list(entry.shape)} with different numbers for one weight"
-        hint = "quantize the fused weights again with one"
-        raise CheckpointError(observed, "one for the weights that are fused", tensor=entry.name, hint=hint)
+        return
     tensor, one = Planned(entry.name, "F32", (count,)), (merge or np.max)(numbers, 1)
     yield _view(source, tensor, (entry.name,), lambda rows: one[rows])

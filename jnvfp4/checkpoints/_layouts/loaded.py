@@ -10,7 +10,7 @@ from .._files.errors import CheckpointError, Exit
 from .._files.source import CONFIG
 from .forms import values_of
 from .loaders import TITLES, Loader, LoaderName, Merge, experts_of, fused_module, listed
-from .modelopt import MIXED
+from .modelopt import ALGORITHMS, MIXED
 from .names import FUSED, fused_rows, is_other, is_router, split_role
 from .survey import Item, Survey
 
@@ -40,7 +40,7 @@ def loaded_otherwise(s: Survey, name: LoaderName) -> dict[str, Loaded]:
     if loader is None:
         observed, expected = f"is in layout {s.layout.name}", f"a layout that {TITLES[name]} reads"
         raise CheckpointError(observed, expected, file=s.source.directory, code=Exit.USAGE)
-    found = [*_merged(s, loader), *_in_other_forms(s, name), *_by_configs(s, name, loader)]
+    found = [*_merged(s, loader), *_in_other_forms(s, name, loader), *_by_configs(s, name, loader)]
     return dict(sorted(found, key=lambda item: item[0]))  # of several reasons the last
 
 
@@ -82,10 +82,15 @@ def _global(items: list[Item], chosen: np.ndarray, item: Item) -> np.ndarray:
     return np.take_along_axis(stored, chosen[None], 0)[0].reshape(item.global_scale.shape)
 
 
-def _in_other_forms(s: Survey, name: LoaderName) -> Iterator[tuple[str, Loaded]]:
+def _in_other_forms(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tuple[str, Loaded]]:
+    for module, parts in s.unequal_globals.items():
+        gate = loader.experts == "first" and module in s.stored.stacks  # the others take one number per fused weight
+        what = "the first is used for all its rows" if gate else "which is refused"
+        yield module, Loaded(f"has {parts.shape[1]} different global scales: {what}")
     for module, form in s.other_forms.items():
         if form == "blocks of 32":
-            yield module, Loaded("has blocks of 32, and kernels have blocks of 16")
+            if not (loader.blocks_of_32_in_w4a16 and (s.weight_only or s.stored.algorithm(module) == ALGORITHMS[1])):
+                yield module, Loaded(f"has blocks of 32, {loader.blocks_of_32}")
         elif form == "tiles" and name != "sglang":  # which knows ComfyUI's marks
             fits = s.source.views[(scales := s.items[module].parts.scales)].source.entry(scales).shape
             same = s.items[module].scales is not None and fits == s.source.entry(scales).shape

@@ -31,7 +31,7 @@ from .names import (
 VERSIONS = {
     "vllm": "0.33",
     "sglang": "0.5.23",
-    "trtllm": "main, 2026",
+    "trtllm": "main at 00bbf71, and pull request 19091",
     "compressed-tensors": "0.20",
     "nvidia-modelopt": "0.47",
     "llmcompressor": "0.14",
@@ -93,6 +93,7 @@ class Loader(NamedTuple):
 
     ``linear`` says which global scale the parts of a fused layer get, ``experts`` that of gate and up of an expert;
     ``equal_if_weight_only`` that both must be equal in W4A16. Of several kernels, it is the one that merges most.
+    ``blocks_of_32`` says what becomes of these, and ``blocks_of_32_in_w4a16`` whether W4A16 has them.
     """
 
     reads: Reading
@@ -101,6 +102,8 @@ class Loader(NamedTuple):
     linear: Merge = "equal"
     experts: Merge = "equal"
     equal_if_weight_only: bool = False
+    blocks_of_32: str = "which are refused"
+    blocks_of_32_in_w4a16: bool = False
 
 
 def listed(reads: Reading, entries: Iterable[str], module: str) -> str | None:

@@ -71,6 +71,9 @@ for _row in FUSED:
     _parts = frozenset(_row).union(*(_FAMILIES.get(_end, ()) for _end in _row))
     _FAMILIES |= dict.fromkeys(_parts, _parts)
 
+_LAYER = re.compile(r"((?:.*?\.)?layers\.(\d{1,9})\.)([^.]*)")
+_OF_MTP = ("eh_proj", "enorm", "hnorm", "shared_head")  # what only layers for multi-token prediction have
+
 # Parts of a module's name that a projection of the language model does not have.
 _HEADS = ("lm_head", "embed_out", "output_layer", "score", "classifier", "head")
 _TABLES = ("wte", "wpe", "word_embeddings", "shared")
@@ -135,21 +138,30 @@ def is_other(module: str) -> bool:
     return "vit" in parts or any(o in part for part in parts for o in _OTHER)
 
 
-def mtp_layers(modules: Iterable[str]) -> tuple[str, ...]:
-    """Gives the beginnings of the names in layers for multi-token prediction (MTP) that are numbered like others."""
-    return tuple(parent for parent, role in map(split_role, modules) if role == "eh_proj")
+def mtp_layers(modules: Iterable[str], first: int | None) -> tuple[str, ...]:
+    """Gives the beginnings of the names in layers for multi-token prediction (MTP) that are numbered like others.
+
+    ``first`` is the number of the first one, if the config says that there are any.
+    """
+    found = filter(None, map(_LAYER.match, modules))
+    return tuple({m[1] for m in found if m[3] in _OF_MTP or (first is not None and int(m[2]) >= first)})
 
 
 def is_mtp(module: str, layers: tuple[str, ...]) -> bool:
     """Tells whether a module predicts tokens after the next one; ``layers`` are those of ``mtp_layers``."""
-    return module.startswith(layers) or any(part.startswith("mtp") for part in module.split("."))
+    return module.startswith(layers) or any(part.startswith(("mtp", "nextn")) for part in module.split("."))
 
 
-def is_16_bits_in_loaders(module: str) -> bool:
-    """Tells whether loaders keep a projection in 16 bits: of attention's indexer, or for gates of linear attention."""
+def is_unquantized_in_loaders(module: str) -> bool:
+    """Tells whether loaders have no scales for a projection: of attention's indexer, or at the start of MTP."""
     parent, role = split_role(module)
     indexer = parent.endswith("indexer.") and role in ("wk", "weights_proj")
-    return indexer or role in ("in_proj_a", "in_proj_b", "in_proj_ba")
+    return indexer or role == "eh_proj" or (role == "fc" and is_mtp(module, ()))
+
+
+def is_in_16_bits(module: str) -> bool:
+    """Tells whether a projection stays in 16 bits: loaders have no scales, or it makes gates of linear attention."""
+    return is_unquantized_in_loaders(module) or split_role(module)[1] in ("in_proj_a", "in_proj_b", "in_proj_ba")
 
 
 def without_numbers(module: str) -> str:

@@ -1,7 +1,7 @@
 """Opens NVFP4 checkpoints of any layout, and gives their quantized weights."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -94,6 +94,7 @@ class Stored:
       modules: the modules with an NVFP4 weight, sorted.
       stacks: those among them that are stacks of experts.
       fp8: the FP8 weights, by module.
+      unfit: what is wrong with weights that are damaged or in another form, by module; these are not in ``modules``.
     """
 
     source: Source
@@ -101,6 +102,7 @@ class Stored:
     modules: list[str]
     stacks: frozenset[str] = frozenset()
     fp8: Mapping[str, Fp8Weight] = field(default_factory=dict)
+    unfit: Mapping[str, CheckpointError] = field(default_factory=dict)
 
     @property
     def e4m3_max(self) -> Literal[448, 256]:
@@ -184,7 +186,7 @@ class Stored:
     @property
     def others(self) -> Iterator[str]:
         """The names of the tensors that are no part of a quantized weight, sorted."""
-        parts = {name for m in self.modules for name in self.parts(m)}
+        parts = {name for m in (*self.modules, *self.unfit) for name in self.parts(m)}
         return (name for name in sorted(self.source.places) if name not in parts)
 
     @property
@@ -196,7 +198,7 @@ class Stored:
     @property
     def names(self) -> list[str]:
         """The names of all tensors before quantization, sorted."""
-        return sorted([*(self.name(m) for m in self.modules), *self.others])
+        return sorted([*(self.name(m) for m in (*self.modules, *self.unfit)), *self.others])
 
 
 def layout_of(source: Source) -> Layout | None:
@@ -221,11 +223,12 @@ def _has_codes(source: Source) -> bool:
     return any(name.endswith((".weight_packed", ".weight_scale")) for name in source.places)
 
 
-def open_stored(path: Path, *, ordinary: bool = False, fp8_tag: str | None = None) -> Stored:
+def open_stored(path: Path, *, ordinary: bool = False, fp8_tag: str | None = None, all_fit: bool = True) -> Stored:
     """Opens an NVFP4 checkpoint of any layout and checks that its weights are complete, and that no others are coded.
 
     ``ordinary`` accepts a checkpoint without quantized tensors, which has no modules and counts as one of layout te.
-    FP8 weights are decoded to the dtype ``fp8_tag``, by default that of origin.
+    FP8 weights are decoded to the dtype ``fp8_tag``, by default that of origin. Without ``all_fit``, weights may be
+    damaged or in another form: ``Stored.unfit``.
 
     Raises:
       CheckpointError: it is no NVFP4 checkpoint, or a part of one is missing or has another shape or dtype; or it has
@@ -235,7 +238,7 @@ def open_stored(path: Path, *, ordinary: bool = False, fp8_tag: str | None = Non
     if refusal := config_refusal(source):
         raise refusal
     ordinary = ordinary and layout_of(source) is None and not _has_codes(source) and not _names_quantization(source)
-    stored = Stored(source, TE, []) if ordinary else stored_of(source, fp8_tag)
+    stored = Stored(source, TE, []) if ordinary else stored_of(source, fp8_tag, all_fit)
     if refusal := tensor_refusal(stored.source, stored.kept):
         raise refusal
     return stored
@@ -246,7 +249,7 @@ def _names_quantization(source: Source) -> bool:
     return in_config or bool(read_hf_quant(source).get("quantization"))
 
 
-def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
+def stored_of(source: Source, fp8_tag: str | None = None, all_fit: bool = True) -> Stored:
     """Finds the weights of an open checkpoint and checks that they are complete; see ``open_stored``."""
     layout = layout_of(source)
     if layout is None:
@@ -256,9 +259,15 @@ def stored_of(source: Source, fp8_tag: str | None = None) -> Stored:
     fp8 = {module_of(w.entry.name): w for w in fp8_weights(source)}
     viewed = source.with_views(w.view(fp8_tag or dtype_of_origin(source)) for w in fp8.values())
     stored = Stored(viewed, layout, sorted(modules), stacks, fp8)
+    unfit: dict[str, CheckpointError] = {}
     for module in stored.modules:
-        _check_weight(stored, module)
-    return stored
+        try:
+            _check_weight(stored, module)
+        except CheckpointError as e:
+            if all_fit:
+                raise
+            unfit[module] = e
+    return replace(stored, modules=[m for m in stored.modules if m not in unfit], unfit=unfit)
 
 
 def no_nvfp4(source: Source) -> CheckpointError:
@@ -290,6 +299,8 @@ def _check_weight(stored: Stored, module: str) -> None:
             expected = f"{tag} {' or '.join(str(list(p)) for p in fitting)}"
             of_32 = entry is scales and scales.shape == (*codes.shape[:-1], codes.shape[-1] // BLOCK)
             hint = "blocks of 32 are read where a config has group_size 32" if of_32 else ""
+            if entry is scale and entry.tag == tag:
+                hint = "several numbers are read where they are equal: quantize the fused weights again with one"
             raise CheckpointError(f"is {entry.tag} {list(entry.shape)}", expected, tensor=entry.name, hint=hint)
 
 

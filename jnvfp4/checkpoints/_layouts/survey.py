@@ -121,6 +121,16 @@ class Survey:
         return groups_of(self.items, k=lambda m: (self.items[m].shape or (None,))[-1])
 
     @cached_property
+    def unequal_globals(self) -> dict[str, np.ndarray]:
+        """S_dec, [E or 1, parts], of weights that were fused from parts and have a global scale for each, by module."""
+        found = {}
+        for item in self.items.values() if not self.layout.stores_amax else ():
+            experts = math.prod((item.shape or ())[:-2])
+            if item.shape and item.decode is not None and item.decode.size > experts and not item.decode.size % experts:
+                found[item.module] = item.decode.reshape(experts, -1)
+        return found
+
+    @cached_property
     def other_forms(self) -> dict[str, str]:
         """How weights are stored that are shown as the layout stores them, by module."""
         views, items = self.source.views.keys(), self.items.values()
