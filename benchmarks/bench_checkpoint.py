@@ -1,6 +1,7 @@
-"""Conversion of a checkpoint made for the purpose: rate, memory, and what the disk alone would allow.
+"""Conversion of a checkpoint made for the purpose: rate, memory, and what the disk alone would allow; verification.
 
-Each conversion is a process of its own, whose peak memory is its own.
+Each conversion is a process of its own, whose peak memory is its own. The files that are verified by names and scales
+alone have holes in place of all else, and take little room.
 """
 
 import json
@@ -11,16 +12,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
-from jnvfp4.checkpoints._files.safetensors import Planned, writing
+from jnvfp4.checkpoints import ConvertOptions, verify_checkpoint
+from jnvfp4.checkpoints._convert.plan import make_plan
+from jnvfp4.checkpoints._files.safetensors import Planned, header_bytes, writing
+from jnvfp4.checkpoints._files.source import open_source
 
 HIDDEN, MLP = 4096, 14336  # of an 8 B Llama
+LAYERS, EXPERTS, EXPERT = 48, 128, (2048, 1408)  # of what is verified: 18,624 weights, 30 GB in NVFP4
 SHARD_BYTES = 5_000_000_000
 CHUNK = 64 << 20
 
@@ -65,6 +72,7 @@ def run(gigabytes: float, folder: pathlib.Path | None) -> list[dict[str, Any]]:
                 if "device_s" in out:
                     row["share of time on the device, copies included"] = round(out["device_s"] / out["s"], 4)
                 rows.append(row)
+        rows.append(_verify(root))
         return rows
 
 
@@ -128,6 +136,46 @@ def _shards(tensors: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
             names, size = [], 0
     if names:
         yield names
+
+
+# ---------------------------------------------------------------- verification by names and scales
+def _verify(root: pathlib.Path) -> dict[str, Any]:
+    """Times a verification of a mixture of experts as vLLM loads it, three times."""
+    source, output = root / "experts", root / "experts-nvfp4"
+    (hidden, mlp), shapes = EXPERT, dict[str, tuple[int, ...]]()
+    for i in range(LAYERS):
+        shapes |= {f"model.layers.{i}.self_attn.{role}_proj.weight": (hidden, hidden) for role in "qkvo"}
+        for parent in (f"model.layers.{i}.mlp.experts.{e}" for e in range(EXPERTS)):
+            shapes |= {f"{parent}.{role}_proj.weight": (mlp, hidden) for role in ("gate", "up")}
+            shapes[f"{parent}.down_proj.weight"] = (hidden, mlp)
+    _sparse(source, [Planned(name, "BF16", shape) for name, shape in shapes.items()])
+    (source / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_hidden_layers": LAYERS}))
+    plan = make_plan(open_source(source), ConvertOptions())
+    _sparse(output, [p for items in plan.shards.values() for item in items for p in item.outputs])
+    for name, value in plan.files.items():
+        (output / name).write_text(json.dumps(value))
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        assert len(verify_checkpoint(source, output, loader="vllm", scales_only=True)) == len(shapes)
+        seconds.append(time.perf_counter() - began)
+    case = f"{plan.nbytes / 1e9:.0f} GB, {len(shapes)} weights"
+    return {"case": case, "op": "verify --as vllm --scales-only", "median_us": 1e6 * median(seconds), "clock": "wall"}
+
+
+def _sparse(directory: pathlib.Path, tensors: Iterable[Planned]) -> None:
+    """Writes one file of tensors that are holes, but for numbers in float32, which are 1."""
+    tensors = sorted(tensors, key=lambda t: t.name)
+    head = header_bytes(tensors, {"format": "pt"})
+    *begins, end = accumulate((t.nbytes for t in tensors), initial=len(head))
+    directory.mkdir()
+    with open(directory / "model.safetensors", "wb") as file:
+        file.write(head)
+        file.truncate(end)
+        for tensor, begin in zip(tensors, begins, strict=True):
+            if tensor.tag == "F32":
+                file.seek(begin)
+                file.write(np.ones(tensor.shape, np.float32).tobytes())
 
 
 # ---------------------------------------------------------------- what the disk allows

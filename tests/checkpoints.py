@@ -144,7 +144,7 @@ def _ends(model: str = "model", head: str = "lm_head", table: str = "embed_token
 _L = "model.layers."
 _NORMS = "input_layernorm post_attention_layernorm"
 _MLA = {
-    **dict(q_a_proj=(KV, H), q_b_proj=(H, KV), kv_a_proj_with_mqa=(KV + 16, H), kv_b_proj=(H, KV), o_proj=(H, H)),
+    **dict(q_a_proj=(KV, H), q_b_proj=(H, KV), kv_a_proj_with_mqa=(KV + 16, H), kv_b_proj=(H + 384, KV), o_proj=(H, H)),
     **dict(q_a_layernorm=(KV,), kv_a_layernorm=(KV,)),
 }
 _LINEAR = dict(in_proj_qkv=(H + KV, H), in_proj_z=(H, H), in_proj_b=(16, H), in_proj_a=(16, H), out_proj=(H, H))
@@ -159,7 +159,7 @@ FAMILIES: dict[str, tuple[dict, dict[str, tuple[int, ...]]]] = {
         {"model_type": "qwen3", "tie_word_embeddings": True},
         {
             **_ends(head=""),
-            **_roles(f"{_L}0.self_attn", "q_norm k_norm"),
+            **_roles(f"{_L}0.self_attn", "q_norm k_norm", q_norm=(64,), k_norm=(64,)),
             **_attention(f"{_L}0.self_attn"),
             **_mlp(f"{_L}0.mlp"),
         },
@@ -217,6 +217,7 @@ FAMILIES: dict[str, tuple[dict, dict[str, tuple[int, ...]]]] = {
             f"{_L}0.mlp.experts.gate_up_proj": (EXPERTS, H, 2 * WIDE),
             f"{_L}0.mlp.experts.gate_up_proj_bias": (EXPERTS, 2 * WIDE),
             f"{_L}0.mlp.experts.down_proj": (EXPERTS, WIDE, H),
+            f"{_L}0.mlp.experts.down_proj_bias": (EXPERTS, H),
         },
     ),
     "Nemotron-H": (

@@ -302,9 +302,10 @@ def test_the_committed_result_of_the_same_hardware_is_found(tmp_path):
 
 
 def test_conversions_are_timed(tmp_path, monkeypatch):
-    for name, value in (("HIDDEN", 64), ("MLP", 128), ("SHARD_BYTES", 40_000), ("CHUNK", 1 << 16)):
+    for name, value in (("HIDDEN", 64), ("MLP", 128), ("SHARD_BYTES", 40_000), ("CHUNK", 1 << 16), ("LAYERS", 2)):
         monkeypatch.setattr(bench_checkpoint, name, value)
-    rows = bench_checkpoint.run(1e-4, tmp_path)
+    *rows, verified = bench_checkpoint.run(1e-4, tmp_path)
+    assert (verified["case"], verified["median_us"] > 0) == ("1 GB, 776 weights", True)
     assert [r["op"] for r in rows[:4]] == ["write to disk", "read, cold", "read, warm", "convert, cpu, warm"]
     assert {r["bytes"] for r in rows} == {2 * 64 * (64 + 32 + 64 + 3 * 128) + 2 * 64}
     assert all(r["median_us"] > 0 for r in rows)

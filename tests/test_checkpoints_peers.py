@@ -4,7 +4,8 @@ The maps of vLLM and SGLang are read from their sources, where PYTHONPATH or the
 
     pip install torch==2.13.0 compressed-tensors==0.20.0 "transformers>=5"
 
-They need not be where JAX is: JNVFP4_PEERS_PYTHON names a Python that has them.
+They need not be where JAX is: JNVFP4_PEERS_PYTHON names a Python that has them. Model families are compared with
+those of transformers 4, where it and torch are installed beside JAX.
 """
 
 import ast
@@ -20,6 +21,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import EXPERTS, FAMILIES, KV, WIDE, H
 from test_checkpoints_mixed import mixed
 
 import jnvfp4
@@ -164,6 +166,38 @@ def test_verification_asks_them_where_they_are_installed(tmp_path):
         )
 
 
+# ---------------------------------------------------------------- models of transformers
+SIZES = {
+    **dict(hidden_size=H, intermediate_size=WIDE, moe_intermediate_size=WIDE, vocab_size=64, num_hidden_layers=1),
+    **dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, q_lora_rank=KV, kv_lora_rank=KV, v_head_dim=64),
+    **dict(qk_rope_head_dim=16, qk_nope_head_dim=48, num_experts_per_tok=1, first_k_dense_replace=1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n != "Mistral"])  # which has the names of Mistral's own files
+def test_families_have_the_weights_of_transformers(name):
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    if int(transformers.__version__.partition(".")[0]) > 4:
+        pytest.skip("transformers 5 gives weights other names in memory than in files")
+    config, table = FAMILIES[name]
+    config = {**SIZES, **config, **{k: {**SIZES, **v} for k, v in config.items() if k == "text_config"}}
+    try:
+        config = transformers.AutoConfig.for_model(**config)
+    except ValueError:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    shapes = {n: tuple(t.shape) for n, t in model.state_dict().items() if t.ndim > 1}
+    if config.get_text_config().tie_word_embeddings:
+        shapes.pop("lm_head.weight")
+    for old, new in getattr(model, "_checkpoint_conversion_mapping", {}).items():
+        table = {re.sub(old, new, n): shape for n, shape in table.items()}
+    beyond = re.compile(rf"vision|multi_modal|layers\.{config.get_text_config().num_hidden_layers}\.")  # the last: MTP
+    ours, theirs = ({n: s for n, s in t.items() if len(s) > 1 and not beyond.search(n)} for t in (table, shapes))
+    assert ours == theirs
+
+
 # ---------------------------------------------------------------- what loaders fuse
 FOLDERS = {
     "vllm": ("model_executor/models", "models"),
@@ -241,13 +275,29 @@ MERGES = {
         f"{SGLANG}/{_CT}_w4a16_nvfp4.py",
         "torch.unique(global_scale).numel() != 1",
     ),
+    ("vllm", MODELOPT, "blocks_of_32", "scales are loaded"): (
+        f"{VLLM}/modelopt.py",
+        "shapes.input_size_per_partition // ctx.group_size",
+    ),
+    ("vllm", COMPRESSED_TENSORS, "blocks_of_32", "refused"): (
+        f"{VLLM}/compressed_tensors/compressed_tensors.py",
+        "is_group_size_16 = quant_args.group_size == 16",
+    ),
+    ("sglang", MODELOPT, "blocks_of_32", "Marlin refuses"): (
+        f"{SGLANG}/modelopt_quant.py",
+        "Marlin requires group_size=16",
+    ),
+    ("sglang", COMPRESSED_TENSORS, "blocks_of_32", "refused"): (
+        f"{SGLANG}/compressed_tensors/compressed_tensors.py",
+        "layout (tensor_group, group_size 16)",
+    ),
 }
 
 
 @pytest.mark.parametrize("merge", MERGES, ids=lambda merge: "-".join(map(str, (merge[0], merge[1].name, *merge[2:]))))
 def test_scales_are_merged_as_the_loaders_do(merge):
     loader, layout, field, how = merge
-    assert getattr(layout.loaders[{"vllm": "vLLM", "sglang": "SGLang"}[loader]], field) == how
+    assert str(how) in str(getattr(layout.loaders[{"vllm": "vLLM", "sglang": "SGLang"}[loader]], field))
     if not (found := find_spec(loader)):
         pytest.skip(f"needs the sources of {loader}")
     file, words = MERGES[merge]
