@@ -363,13 +363,7 @@ def _verify(a: argparse.Namespace) -> Exit:
     failure: VerificationError | None = None
     try:
         records = verify_checkpoint(
-            a.source,
-            a.output,
-            a.max_rel_error,
-            a.expert_layout,
-            loader=a.loader,
-            scales_only=a.scales_only,
-            warn=_warn,
+            a.source, a.output, a.max_rel_error, a.expert_layout, loader=a.loader, scales_only=a.scales_only, warn=_warn
         )
     except VerificationError as e:
         records, failure = e.records, e

@@ -150,7 +150,7 @@ def records_table(records: Sequence[Record]) -> str:
     if not loaded:
         return table(header, rows)
     header, errors = (header[0], "as stored", "as loaded", "reason"), {row[0]: row[1] for row in rows}
-    as_loaded = ("not loaded" if r.error_as_loaded is None else f"{r.error_as_loaded:.4f}" for r in loaded)
+    as_loaded = ("none" if r.error_as_loaded is None else f"{r.error_as_loaded:.4f}" for r in loaded)
     lines = ((r.name, errors.get(r.name, ""), e, r.reason) for r, e in zip(loaded, as_loaded, strict=True))
     return table(header, lines)
 

@@ -18,7 +18,8 @@ from ._convert.views import has_blocks_along_n
 from ._files.errors import CheckpointError
 from ._files.source import CONFIG, HF_QUANT, Warn, open_source
 from ._layouts.forms import values_of
-from ._layouts.loaders import VERSIONS, Reading, listed
+from ._layouts.loaded import is_targeted, targets_of
+from ._layouts.loaders import VERSIONS, listed
 from ._layouts.names import (
     is_embedding,
     is_head,
@@ -370,15 +371,13 @@ def _lists(s: Survey, routers: bool = False) -> Iterator[tuple[str, str]]:
 def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers: bool) -> Iterator[str]:
     readings = {name: loader.reads for name, loader in s.layout.loaders.items() if loader.lints}
     loader, reads = next(iter(readings.items()))
-    targets = [
-        t for found in values_of(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
-    ]
+    targets = targets_of(section)
     unless = ", unless the model loads gates in 16 bits" if routers else ""
     for module in s.unquantized:
         if (
             is_router(module) is routers
             and not is_other(module)
-            and _targeted(reads, targets, module)
+            and is_targeted(reads, targets, module)
             and not listed(reads, entries, module)
         ):
             yield f"does not list {module}, which is not quantized: {loader} would quantize it{unless}"
@@ -387,10 +386,6 @@ def _misread(s: Survey, entries: list[str], section: Mapping[str, Any], routers:
             if entry := listed(reads, entries, module):
                 yield f"lists {entry!r}, but {module} is quantized: {loader} would leave it as it is"
                 break
-
-
-def _targeted(reads: Reading, targets: list[str], module: str) -> bool:
-    return not targets or "Linear" in targets or listed(reads, targets, module) is not None
 
 
 def _kv(s: Survey) -> Iterator[Found]:

@@ -9,7 +9,7 @@ import numpy as np
 from .._files.errors import CheckpointError, Exit
 from .._files.source import CONFIG
 from .forms import values_of
-from .loaders import TITLES, Loader, LoaderName, Merge, experts_of, fused_module, listed
+from .loaders import TITLES, Loader, LoaderName, Merge, Reading, experts_of, fused_module, listed
 from .modelopt import ALGORITHMS, MIXED
 from .names import FUSED, fused_rows, is_other, is_router, split_role
 from .survey import Item, Survey
@@ -82,6 +82,14 @@ def _global(items: list[Item], chosen: np.ndarray, item: Item) -> np.ndarray:
     return np.take_along_axis(stored, chosen[None], 0)[0].reshape(item.global_scale.shape)
 
 
+# In layout modelopt; that of compressed-tensors has a scheme for blocks of 16 alone.
+_OF_32: dict[LoaderName, str] = {
+    "vllm": "whose scales are loaded, while kernels have blocks of 16",
+    "sglang": "which Marlin refuses, while other kernels have blocks of 16",
+    "trtllm": "which are refused but in W4A16",
+}
+
+
 def _in_other_forms(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tuple[str, Loaded]]:
     for module, parts in s.unequal_globals.items():
         gate = loader.experts == "first" and module in s.stored.stacks  # the others take one number per fused weight
@@ -89,8 +97,9 @@ def _in_other_forms(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tup
         yield module, Loaded(f"has {parts.shape[1]} different global scales: {what}")
     for module, form in s.other_forms.items():
         if form == "blocks of 32":
-            if not (loader.blocks_of_32_in_w4a16 and (s.weight_only or s.stored.algorithm(module) == ALGORITHMS[1])):
-                yield module, Loaded(f"has blocks of 32, {loader.blocks_of_32}")
+            if name != "trtllm" or not (s.weight_only or s.stored.algorithm(module) == ALGORITHMS[1]):
+                how = _OF_32[name] if s.layout.targets is None else "which are refused"
+                yield module, Loaded(f"has blocks of 32, {how}")
         elif form == "tiles" and name != "sglang":  # which knows ComfyUI's marks
             fits = s.source.views[(scales := s.items[module].parts.scales)].source.entry(scales).shape
             same = s.items[module].scales is not None and fits == s.source.entry(scales).shape
@@ -99,6 +108,17 @@ def _in_other_forms(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tup
 
 
 # ---------------------------------------------------------------- configs
+def targets_of(section: object) -> list[str]:
+    """Gives the targets of all groups of a config."""
+    lists = (found for found in values_of(section, "targets") if isinstance(found, list))
+    return [t for found in lists for t in found if isinstance(t, str)]
+
+
+def is_targeted(reads: Reading, targets: list[str], module: str) -> bool:
+    """Tells whether a config with these targets is about a module."""
+    return not targets or "Linear" in targets or listed(reads, targets, module) is not None
+
+
 def _by_configs(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tuple[str, Loaded]]:
     sections = [c for c in (s.hf_quant, s.config)[:: 1 if name == "trtllm" else -1] if c]
     if not sections:
@@ -106,9 +126,7 @@ def _by_configs(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tuple[s
         return
     section = next((c for c in sections if "ignore" in c or "exclude_modules" in c), sections[0])
     entries = [e for e in section.get("ignore", section.get("exclude_modules")) or () if isinstance(e, str)]
-    targets = [
-        t for found in values_of(section, "targets") if isinstance(found, list) for t in found if isinstance(t, str)
-    ]
+    targets = targets_of(section)
     mixed = MIXED in s.algorithms
 
     @cache
@@ -116,8 +134,9 @@ def _by_configs(s: Survey, name: LoaderName, loader: Loader) -> Iterator[tuple[s
         """Says why a module, or that of all experts, is left in high precision; None if it is not."""
         if entry := listed(loader.reads, entries, module):
             return f"is left in high precision because of {entry!r}"
-        targeted = not targets or "Linear" in targets or listed(loader.reads, targets, module)
-        return None if targeted else "is left in high precision, as no target names it"
+        return (
+            None if is_targeted(loader.reads, targets, module) else "is left in high precision, as no target names it"
+        )
 
     def unnamed(module: str) -> str | None:
         known = not mixed or any(s.stored.algorithm(m) for m in (module, fused_module(module)))

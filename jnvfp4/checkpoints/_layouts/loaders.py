@@ -93,7 +93,6 @@ class Loader(NamedTuple):
 
     ``linear`` says which global scale the parts of a fused layer get, ``experts`` that of gate and up of an expert;
     ``equal_if_weight_only`` that both must be equal in W4A16. Of several kernels, it is the one that merges most.
-    ``blocks_of_32`` says what becomes of these, and ``blocks_of_32_in_w4a16`` whether W4A16 has them.
     """
 
     reads: Reading
@@ -102,8 +101,6 @@ class Loader(NamedTuple):
     linear: Merge = "equal"
     experts: Merge = "equal"
     equal_if_weight_only: bool = False
-    blocks_of_32: str = "which are refused"
-    blocks_of_32_in_w4a16: bool = False
 
 
 def listed(reads: Reading, entries: Iterable[str], module: str) -> str | None:

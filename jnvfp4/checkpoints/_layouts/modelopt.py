@@ -57,25 +57,8 @@ MODELOPT = _ModelOpt(
     hf_quant_keys=("quant_algo", "group_size", "kv_cache_quant_algo", "exclude_modules"),
     loaders={
         "miles": Loader(by_prefix, lints=False),
-        "vLLM": Loader(
-            by_substring,
-            asks_fused=True,
-            linear="largest",
-            experts="first",
-            blocks_of_32="whose scales are loaded, while kernels have blocks of 16",
-        ),
-        "SGLang": Loader(
-            by_parts,
-            asks_fused=True,
-            linear="largest",
-            experts="first",
-            blocks_of_32="which Marlin refuses, while other kernels have blocks of 16",
-        ),
-        "TensorRT-LLM": Loader(
-            by_ancestors,
-            asks_fused=True,
-            blocks_of_32="which are refused but in W4A16",
-            blocks_of_32_in_w4a16=True,
-        ),
+        "vLLM": Loader(by_substring, asks_fused=True, linear="largest", experts="first"),
+        "SGLang": Loader(by_parts, asks_fused=True, linear="largest", experts="first"),
+        "TensorRT-LLM": Loader(by_ancestors, asks_fused=True),
     },
 )
