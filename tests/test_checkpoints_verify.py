@@ -296,7 +296,7 @@ LOADED = {
         (Q, K, V, O_PROJ, *(f"{MLP}.{r}_proj" for r in ("gate", "up", "down")), *EXPERT),
         ("no config.json or other config", None))}),
     "padded block scales": ("modelopt", False, padded(O_PROJ, flat=True), {ALL: {
-        O_PROJ: ("weight_scale': is F8_E4M3 [1024]; expected F8_E4M3 [128, 8]", None)}}),
+        O_PROJ: ("does not fit: weight_scale is F8_E4M3 [1024]; expected F8_E4M3 [128, 8]", None)}}),
     "several global scales": (CT, False, put("global_scale", lambda x: x * [1, 4], O_PROJ), {
         "vllm sglang": {O_PROJ: ("has 2 different global scales: which is refused", None)}}),
     "blocks of 32": ("modelopt", False, lambda b: blocks_of_32(b, O_PROJ), {

@@ -224,7 +224,7 @@ def verify_checkpoint(
                 observed = f"relative error is {error:.4g}{how}{r.reason and how and f': it {r.reason}'}"
                 failures.append(_failure(r.name, observed, f"at most {max_relative_error:g}", stored))
         if r.reason and r.error_as_loaded is None:
-            failures.append(_failure(r.name, f"{r.reason}, as {loader} loads it", "", stored))
+            failures.append(_failure(r.name, f"{r.reason} (as {loader} loads it)", "", stored))
     if failures:
         raise VerificationError(failures, records)
     return records
@@ -336,9 +336,12 @@ def _check_headers(source: Source, stored: Stored, module: str) -> Record:
 # ---------------------------------------------------------------- what a loader reads
 def _loaded_otherwise(s: Survey, stored: Stored, loader: LoaderName) -> dict[str, Loaded]:
     """Gives the modules that a loader reads otherwise than they are stored, and those that nobody reads."""
-    unfit = {m: e for m, e in stored.unfit.items() if m not in s.unequal_globals}
-    nobody = {m: Loaded(f"does not fit: {str(e).partition(chr(10))[0]}") for m, e in unfit.items()}
-    return loaded_otherwise(s, loader) | nobody
+    otherwise = loaded_otherwise(s, loader)
+    for module, error in stored.unfit.items():
+        if module not in s.unequal_globals:
+            part, what = str(error.tensor).removeprefix(module)[1:], str(error).partition("\n")[0].partition("': ")[2]
+            otherwise[module] = Loaded(f"does not fit: {part} {what}")
+    return otherwise
 
 
 def _as_loaded(record: Record, found: Loaded | None, source: Source, stored: Stored) -> Record:

@@ -31,7 +31,7 @@ from .names import (
 VERSIONS = {
     "vllm": "0.33",
     "sglang": "0.5.23",
-    "trtllm": "main at 00bbf71, and pull request 19091",
+    "trtllm": "main at 00bbf71 with pull request 19091",
     "compressed-tensors": "0.20",
     "nvidia-modelopt": "0.47",
     "llmcompressor": "0.14",
