@@ -160,7 +160,12 @@ def _verify(root: pathlib.Path) -> dict[str, Any]:
         assert len(verify_checkpoint(source, output, loader="vllm", scales_only=True)) == len(shapes)
         seconds.append(time.perf_counter() - began)
     case = f"{plan.nbytes / 1e9:.0f} GB, {len(shapes)} weights"
-    return {"case": case, "op": "verify --as vllm --scales-only", "median_us": 1e6 * median(seconds), "clock": "wall"}
+    return {
+        "case": case,
+        "op": "verify --as vllm --scales-only",
+        "median_us": round(1e6 * median(seconds), 1),
+        "clock": "wall",
+    }
 
 
 def _sparse(directory: pathlib.Path, tensors: Iterable[Planned]) -> None:
