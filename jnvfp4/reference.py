@@ -35,10 +35,11 @@ from ._core.softfloat import (
     to_bits,
     unpack,
 )
-from .spec import BLOCK, WINDOW, Format, QuantSpec
+from .spec import BLOCK, ROW_SCALED, WINDOW, Format, QuantSpec
 
 ONE = constant(1.0)
 SCALE_NAN = np.uint8(0x7F)
+CHUNK, GROUP = 64, 256  # tokens of a cache whose sums attention merges first, and then
 
 
 # ---------------------------------------------------------------- E4M3 (block scales, never negative)
@@ -542,3 +543,112 @@ def matmul(
         else:
             y, alpha = sum_blocks(a_data, a_scale, b_data, b_scale), factor(first)
     return from_bits(gemm_epilogue(y, alpha, None if bias is None else to_bits(bias)), out_dtype)
+
+
+# ---------------------------------------------------------------- a cache of keys and values
+def _rows_of_chunk(part: jax.Array, pages: jax.Array | None, index: jax.Array) -> jax.Array:
+    """Returns a chunk of [B, Hkv, C, ...], or that of the page that each sequence has there. -> [B, Hkv, 64, ...]
+
+    What is not there is some other chunk, which is masked, or a page of a wrong table.
+    """
+    if pages is None:
+        return lax.dynamic_slice_in_dim(part, index * CHUNK, CHUNK, axis=2)
+    return part.at[lax.dynamic_index_in_dim(pages, index, 1, keepdims=False)].get(mode="clip")
+
+
+def _scaled_codes(parts: tuple) -> tuple[jax.Array, jax.Array]:
+    """Decodes q * s of rows, exact in float32, and what remains to multiply a row by: its amax / 2688."""
+    data, scale, amax = parts
+    q = e2m1_decode(unpack_codes(data)).reshape(*scale.shape, BLOCK)
+    values = mul(q, e4m3_decode(_scale_bytes(scale))[..., None])
+    return from_bits(values.reshape(*scale.shape[:-1], -1)), amax * np.float32(1 / 2688)
+
+
+def _sum_in_halves(x: jax.Array, axis: int) -> jax.Array:
+    """Sums along an axis of 64 or 128, halves first: additions of arrays, whose order XLA cannot change."""
+    while (n := x.shape[axis] // 2) > 0:
+        x = lax.slice_in_dim(x, 0, n, axis=axis) + lax.slice_in_dim(x, n, 2 * n, axis=axis)
+    return jnp.squeeze(x, axis)
+
+
+def _power(x: jax.Array, reference: jax.Array) -> jax.Array:
+    """Computes 2^(x - reference); 0 for x = -inf, whatever the reference is."""
+    return jnp.where(x == -jnp.inf, 0.0, jnp.exp2(x - reference))
+
+
+def attend_chunk(q: jax.Array, keys: tuple, values: tuple, visible: jax.Array, log2_scale: np.float32) -> tuple:
+    """Sums over a chunk for q [B, Hkv, G, D]. -> (m [B, Hkv, G], l [B, Hkv, G], acc [B, Hkv, G, D])
+
+    x = q . k * sm_scale * log2(e); m is the largest x, l the sum of p = 2^(x - m), acc that of p v.
+    """
+    (k, k_factor), (v, v_factor) = _scaled_codes(keys), _scaled_codes(values)
+    seen = visible[:, None, None, :]  # [B, 1, 1, 64]
+    dots = _sum_in_halves(q[:, :, :, None, :] * k[:, :, None, :, :], 4)  # products are exact
+    x = jnp.where(seen, dots * (k_factor * log2_scale)[:, :, None, :], -jnp.inf)
+    # Of what is computed here XLA makes one value, not one for each use, contracted with what uses it.
+    x = lax.optimization_barrier(x)
+    m = jnp.max(x, axis=3)
+    p = _power(x, m[..., None])
+    v = jnp.where(visible[:, None, :, None], v * v_factor[..., None], 0.0)
+    p, terms = lax.optimization_barrier((p, p[..., None] * v[:, :, None, :, :]))
+    return m, _sum_in_halves(p, 3), _sum_in_halves(terms, 3)
+
+
+def merge_sums(a: tuple, b: tuple) -> tuple:
+    """Merges the sums of a head over some tokens with those over later ones, both as ``attend_chunk`` makes them."""
+    m = jnp.maximum(a[0], b[0])
+    of_a, of_b = lax.optimization_barrier((_power(a[0], m), _power(b[0], m)))
+    terms = lax.optimization_barrier((a[1] * of_a, b[1] * of_b, a[2] * of_a[..., None], b[2] * of_b[..., None]))
+    return m, terms[0] + terms[1], terms[2] + terms[3]
+
+
+def decode_attention(
+    q: jax.Array, keys: tuple, values: tuple, pages: jax.Array | None, lengths: jax.Array, sm_scale: float
+) -> jax.Array:
+    """Attends as ``jnvfp4.attention.decode_attention`` for q [B, Hkv, G, D]. -> the shape and dtype of q
+
+    A group merges its chunks of 64 tokens in ascending order, from its first; the result merges the groups of 256 so.
+    """
+    count = keys[0].shape[2] // CHUNK if pages is None else pages.shape[1]
+    lengths = jnp.clip(lengths, 0, count * CHUNK)
+    wide, log2_scale = q.astype(jnp.float32), np.float32(sm_scale * np.log2(np.e))
+
+    def chunk(index: jax.Array) -> tuple:
+        of_keys, of_values = (tuple(_rows_of_chunk(part, pages, index) for part in parts) for parts in (keys, values))
+        visible = index * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < lengths[:, None]
+        return attend_chunk(wide, of_keys, of_values, visible, log2_scale)
+
+    def group(index: jax.Array, sums: tuple) -> tuple:
+        first = index * (GROUP // CHUNK)
+        merged = lax.fori_loop(first + 1, first + GROUP // CHUNK, lambda i, s: merge_sums(s, chunk(i)), chunk(first))
+        return merge_sums(sums, merged)
+
+    nothing = jnp.full(q.shape[:-1], -jnp.inf), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
+    _, total, acc = lax.fori_loop(0, (jnp.max(lengths) + GROUP - 1) // GROUP, group, nothing)
+    out = jnp.where(total[..., None] == 0, 0.0, acc / total[..., None])
+    return jnp.where(out == 0, 0.0, out).astype(q.dtype)  # no zero is negative
+
+
+def put_rows(part: jax.Array, rows: jax.Array, pages: jax.Array | None, positions: jax.Array) -> jax.Array:
+    """Puts a row [B, Hkv, ...] of each sequence into an array of a cache; one without a place is dropped."""
+    if part.dtype == jnp.float8_e4m3fn:  # as bytes, since XLA for CPUs would convert them
+        bytes_of = lambda x: lax.bitcast_convert_type(x, jnp.uint8)  # noqa: E731
+        put = put_rows(bytes_of(part), bytes_of(rows), pages, positions)
+        return lax.bitcast_convert_type(put, jnp.float8_e4m3fn)
+    nowhere = np.int32(part.shape[0])
+    if pages is None:
+        exists = (positions >= 0) & (positions < part.shape[2])
+        first, place = jnp.where(exists, jnp.arange(len(positions), dtype=jnp.int32), nowhere), positions
+    else:
+        of_table = pages.at[jnp.arange(len(positions)), positions // CHUNK].get(mode="fill", fill_value=-1)
+        exists = (positions >= 0) & (of_table >= 0)
+        first, place = jnp.where(exists, of_table, nowhere), positions % CHUNK
+    return part.at[first, :, jnp.where(exists, place, 0)].set(rows, mode="drop")
+
+
+def append_kv(
+    keys: tuple, values: tuple, pages: jax.Array | None, k: jax.Array, v: jax.Array, positions: jax.Array
+) -> list[jax.Array]:
+    """Appends as ``jnvfp4.attention.append_kv`` rows k and v [B, Hkv, D]. -> six arrays"""
+    rows = (*quantize(k, ROW_SCALED), *quantize(v, ROW_SCALED))
+    return [put_rows(part, row, pages, positions) for part, row in zip((*keys, *values), rows, strict=True)]

@@ -144,6 +144,24 @@ def plan_grouped(
     return MatmulPlan(*plan(*shape, a, out, pinned, *_device(capability), kernel or ""))
 
 
+class AttentionPlan(NamedTuple):
+    """Says what ``decode_attention`` needs on a device."""
+
+    scratch_bytes: int
+    reason: str  # why no kernel runs there; empty if one does
+
+
+def plan_decode_attention(*, shape: tuple[int, int, int, int, int], capability: int | None) -> AttentionPlan:
+    """Asks ffi/plan/decode_attention.h.
+
+    Args:
+      shape: sequences, KV heads, query heads of each, elements of a head, and tokens that a sequence has room for.
+      capability: of the device, as in ``plan_matmul``.
+    """
+    plan = load.extensions()["cpu"].plan_decode_attention
+    return AttentionPlan(*plan(*shape, _device(capability)[0]))
+
+
 def _device(capability: int | None) -> tuple[int, str]:
     """Returns the capability that a plan must fit, and the targets of the build, or "" for any without one."""
     built_for = getattr(load.extensions().get("cuda"), "built_for", "")
