@@ -12,7 +12,6 @@ from jax.typing import ArrayLike, DTypeLike
 from . import reference
 from ._core.tensor import NVFP4Tensor, parts_of
 from ._ops.arguments import Checks, Implementation, operation
-from ._ops.quantize import quantize
 from ._primitives._base import bind
 from ._primitives._cache import Cache, check_of_sequences, check_places
 from ._primitives._products import DENSE_DTYPES
@@ -106,9 +105,11 @@ def _check_rank(check: Checks, name: str, ndim: int) -> None:
         )
 
 
-def _check_dense(check: Checks, cache: KVCache, like: jax.Array) -> None:
-    """Refuses a cache of 16-bit arrays that is not one for ``like`` [B, heads, D]."""
+def _dense(check: Checks, cache: KVCache, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values of 16 bits; refuses those that are not for ``like`` [B, heads, D]."""
     keys, values = cache.keys, cache.values
+    assert not isinstance(keys, NVFP4Tensor)
+    assert not isinstance(values, NVFP4Tensor)
     for name in ("keys", "values"):
         _check_rank(check, name, getattr(cache, name).ndim)
     if keys.dtype not in DENSE_DTYPES or (keys.shape, keys.dtype) != (values.shape, values.dtype):
@@ -122,6 +123,7 @@ def _check_dense(check: Checks, cache: KVCache, like: jax.Array) -> None:
             f"{check.op}: beside a cache of {keys.dtype} with D={keys.shape[-1]} the dtype and D of the new token must "
             f"be the same, got {like.dtype} and D={like.shape[-1]}"
         )
+    return keys, values
 
 
 def _of_one_token(check: Checks, name: str, heads: str, x: object) -> jax.Array:
@@ -172,9 +174,9 @@ def decode_attention(
         sm_scale = q.shape[-1] ** -0.5
     if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
         raise TypeError(f"{check.op}: sm_scale must be None or a finite Python number, got {sm_scale!r}")
-    if not isinstance(cache.keys, NVFP4Tensor):
+    if (parts := _parts(cache)) is None:
         return _attend_dense(check, q, cache, lengths, float(sm_scale))
-    operands = [*parts_of(cache.keys), *parts_of(cache.values), q, lengths, *_table(cache)]
+    operands = [*parts, q, lengths, *_table(cache)]
     params = AttentionParams(float(sm_scale), cache.pages is not None)
     return bind(decode_attention_p, *operands, params=params, implementation=implementation)[0]
 
@@ -207,13 +209,20 @@ def append_kv(
     cache = _checked(check, cache)
     k, v = (_of_one_token(check, name, "Hkv", x) for name, x in (("k", k), ("v", v)))
     positions = check.array("positions", positions)
-    if not isinstance(cache.keys, NVFP4Tensor):
+    if (parts := _parts(cache)) is None:
         return _append_dense(check, cache, k, v, positions)
-    operands = [*parts_of(cache.keys), *parts_of(cache.values), k, v, positions, *_table(cache)]
     params = AppendParams(cache.pages is not None)
-    parts = bind(append_kv_p, *operands, params=params, implementation=implementation)
-    keys, values = (NVFP4Tensor(*of, ROW_SCALED.format) for of in (parts[:3], parts[3:]))
+    operands = [*parts, k, v, positions, *_table(cache)]
+    new = iter(bind(append_kv_p, *operands, params=params, implementation=implementation))
+    keys, values = (NVFP4Tensor(next(new), next(new), next(new), ROW_SCALED.format) for _ in range(2))
     return KVCache(keys, values, cache.pages)
+
+
+def _parts(cache: KVCache) -> list[jax.Array] | None:
+    """Returns the six arrays of an NVFP4 cache; None for one of 16 bits."""
+    if isinstance(cache.keys, NVFP4Tensor) and isinstance(cache.values, NVFP4Tensor):
+        return [*parts_of(cache.keys), *parts_of(cache.values)]
+    return None
 
 
 def _table(cache: KVCache) -> list[jax.Array]:
@@ -222,10 +231,10 @@ def _table(cache: KVCache) -> list[jax.Array]:
 
 # ---------------------------------------------------------------- caches of 16 bits
 def _attend_dense(check: Checks, q: jax.Array, cache: KVCache, lengths: jax.Array, sm_scale: float) -> jax.Array:
-    _check_dense(check, cache, q)
-    check_query(check.op, q, cache.keys.shape[1])
+    keys, values = _dense(check, cache, q)
+    check_query(check.op, q, keys.shape[1])
     check_of_sequences(check.op, "lengths", jax.typeof(lengths), q.shape[:1])
-    keys, values = (_by_token(part, cache.pages) for part in cache[:2])
+    keys, values = (_by_token(part, cache.pages) for part in (keys, values))
     seen = jnp.clip(lengths, 0, keys.shape[1])
     out = jax.nn.dot_product_attention(q[:, None], keys, values, scale=sm_scale, key_value_seq_lengths=seen)[:, 0]
     return jnp.where(seen[:, None, None] > 0, out, jnp.zeros((), q.dtype))
@@ -240,10 +249,8 @@ def _by_token(part: jax.Array, pages: jax.Array | None) -> jax.Array:
 
 
 def _append_dense(check: Checks, cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:
-    _check_dense(check, cache, k)
-    check_rows(check.op, k, v, cache.keys.shape[1])
+    keys, values = _dense(check, cache, k)
+    check_rows(check.op, k, v, keys.shape[1])
     check_of_sequences(check.op, "positions", jax.typeof(positions), k.shape[:1])
-    keys, values = (
-        reference.put_rows(part, row, cache.pages, positions) for part, row in ((cache.keys, k), (cache.values, v))
-    )
+    keys, values = (reference.put_rows(part, row, cache.pages, positions) for part, row in ((keys, k), (values, v)))
     return KVCache(keys, values, cache.pages)
