@@ -557,11 +557,14 @@ def _rows_of_chunk(part: jax.Array, pages: jax.Array | None, index: jax.Array) -
 
 
 def _scaled_codes(parts: tuple) -> tuple[jax.Array, jax.Array]:
-    """Decodes q * s of rows, exact in float32, and what remains to multiply a row by: its amax / 2688."""
+    """Decodes q * s of rows, and what remains to multiply a row by: its amax / 2688. Plain float32 is exact for q * s."""
     data, scale, amax = parts
-    q = e2m1_decode(unpack_codes(data)).reshape(*scale.shape, BLOCK)
-    values = mul(q, e4m3_decode(_scale_bytes(scale))[..., None])
-    return from_bits(values.reshape(*scale.shape[:-1], -1)), amax * np.float32(1 / 2688)
+    q, s = (lax.bitcast_convert_type(b, jnp.float32) for b in (e2m1_decode(unpack_codes(data)), _decoded(scale)))
+    return q * jnp.repeat(s, BLOCK, axis=-1), amax * np.float32(1 / 2688)
+
+
+def _decoded(scale: jax.Array) -> Bits:
+    return e4m3_decode(_scale_bytes(scale))
 
 
 def _sum_in_halves(x: jax.Array, axis: int) -> jax.Array:
@@ -650,5 +653,6 @@ def append_kv(
     keys: tuple, values: tuple, pages: jax.Array | None, k: jax.Array, v: jax.Array, positions: jax.Array
 ) -> list[jax.Array]:
     """Appends as ``jnvfp4.attention.append_kv`` rows k and v [B, Hkv, D]. -> six arrays"""
-    rows = (*quantize(k, ROW_SCALED), *quantize(v, ROW_SCALED))
+    both = quantize(jnp.stack([k, v]), ROW_SCALED)
+    rows = (row[i] for i in range(2) for row in both)
     return [put_rows(part, row, pages, positions) for part, row in zip((*keys, *values), rows, strict=True)]
