@@ -14,6 +14,8 @@ import jaxlib
 from .._native import compat, load, plans
 from .._native.self_check import Call, Check, outcome
 from .._primitives._sides import Side
+from .._primitives.append_kv import append_kv_p
+from .._primitives.decode_attention import decode_attention_p
 from .._primitives.dequantize import DequantizeParams
 from .._primitives.quantize import quantize_p
 from .._primitives.quantize_pair import quantize_pair_p, sides_of
@@ -28,6 +30,7 @@ QUICK_SPECS = (NVFP4, ROW_SCALED)
 CHECKED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT_SR, ROW_SCALED, WINDOW64, four_over_six())
 CHECKED_FORMATS = (Format(), Format("row"), Format("window64"), Format(rht=True))
 CHECKED_PAIRS = ((NVFP4_SR, NVFP4_RHT_SR), (WINDOW64, WINDOW64))
+CHECKED_CACHES = ((False, jnp.bfloat16, 128), (True, jnp.float16, 64))  # in pages or not, new tokens, sizes of a head
 OK, FAILED, NOT_APPLICABLE = "ok", "failed", "not applicable"
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
@@ -104,6 +107,9 @@ def checks(capability: int, full: bool) -> Iterator[tuple[Check, str]]:
     for fmt in CHECKED_FORMATS if full else [spec.format for spec in QUICK_SPECS]:
         yield cases.dequantize_check(DequantizeParams(fmt, F32, fmt.rht)), ""
     yield cases.transpose_check(), ""
+    for paged, dtype, depth in CHECKED_CACHES if full else CHECKED_CACHES[:1]:
+        yield cases.cache_check(append_kv_p, paged, dtype, depth), ""
+        yield cases.cache_check(decode_attention_p, paged, dtype, depth), ""
     for check, reason in _gemm_checks(capability):
         yield check if full else check._replace(calls=partial(_first, check.calls)), reason
 

@@ -16,6 +16,8 @@ from .._primitives._base import Backend
 from .._primitives._matmul_routes import MatmulParams, choose
 from .._primitives._products import ProductParams
 from .._primitives._sides import Sides
+from .._primitives.append_kv import append_kv_p
+from .._primitives.decode_attention import decode_attention_p
 from .._primitives.dequantize import DequantizeParams, dequantize_p
 from .._primitives.grouped_matmul import grouped_matmul_p
 from .._primitives.grouped_matmul import plan as plan_grouped
@@ -25,7 +27,17 @@ from .._primitives.quantize_pair import quantize_pair_p
 from .._primitives.rht_amax import RhtAmaxParams, rht_amax_p
 from .._primitives.transpose import transpose_p
 from ..spec import BLOCK, Format
-from .known_answers import EVERY_SCALE, describe, grouped_calls, product_calls, quantizer_calls, tensor, values
+from .known_answers import (
+    EVERY_SCALE,
+    append_calls,
+    attention_calls,
+    describe,
+    grouped_calls,
+    product_calls,
+    quantizer_calls,
+    tensor,
+    values,
+)
 
 
 # ---------------------------------------------------------------- one path
@@ -79,6 +91,14 @@ def grouped_check(kernel: str, capability: int | None) -> Check:
     return Check(f"grouped_matmul_nt {kernel}", grouped_matmul_p, kernel, partial(grouped_calls, kernel, capability))
 
 
+def cache_check(primitive: Primitive, paged: bool, dtype: DTypeLike, depth: int) -> Check:
+    """Returns the check of a primitive of a KV cache, for new tokens of a dtype and heads of ``depth`` elements."""
+    calls = attention_calls if primitive is decode_attention_p else append_calls
+    name, where = primitive.name.removeprefix("nvfp4_"), "in pages" if paged else "contiguous"
+    path = f"{name} of {jnp.dtype(dtype).name}, {depth} elements, {where}"
+    return Check(path, primitive, "native", partial(calls, paged, dtype, depth))
+
+
 # ---------------------------------------------------------------- the paths of a program
 def _products(params: MatmulParams, backend: Backend, flat: Sequence[ShapedArray]) -> list[Check]:
     """Returns the check of the kernel for these sizes, and of the one for few rows if a device may have a part."""
@@ -99,6 +119,11 @@ def _grouped_products(params: ProductParams, backend: Backend, flat: Sequence[Sh
     return [grouped_check(chosen.kernel, backend.capability)]
 
 
+def _cached(primitive: Primitive, params: Any, _: Backend, flat: Sequence[ShapedArray]) -> list[Check]:
+    new = flat[6]  # q, or k
+    return [cache_check(primitive, params.paged, new.dtype, new.shape[-1])]
+
+
 def _one(check: Callable[[Any, Any], Check]) -> Callable[[Any, Backend, Sequence[ShapedArray]], list[Check]]:
     """Makes a case of a check of parameters and the dtype of the first operand."""
     return lambda params, _, flat: [check(params, flat[0].dtype)]
@@ -112,4 +137,6 @@ CASES |= {
     "nvfp4_transpose": _one(lambda *_: transpose_check()),
     "nvfp4_matmul": _products,
     "nvfp4_grouped_matmul": _grouped_products,
+    "nvfp4_decode_attention": partial(_cached, decode_attention_p),
+    "nvfp4_append_kv": partial(_cached, append_kv_p),
 }

@@ -18,6 +18,8 @@ from .._primitives._checks import amax_shapes
 from .._primitives._matmul_routes import MatmulParams, plan
 from .._primitives._products import ProductParams
 from .._primitives._sides import Sides
+from .._primitives.append_kv import AppendParams
+from .._primitives.decode_attention import AttentionParams
 from ..spec import BLOCK, WINDOW, Format, QuantSpec, name_of
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -186,3 +188,67 @@ def why_no_grouped(kernel: str, capability: int | None) -> str:
     """Says why a kernel can run none of the calls on a device; empty if it can run one."""
     reasons = [_why_not_grouped(left, kernel, capability) for _, left in _LEFTS]
     return "" if "" in reasons else reasons[0]
+
+
+# ---------------------------------------------------------------- a KV cache
+_PLACES, _PER_PAGE = 320, 64  # tokens that a sequence has room for, and that a page has
+_SEEN = np.array([320, 1, 257, 0, 70], np.int32)  # lengths
+
+
+def _cut_into_pages(parts: tuple, table: np.ndarray) -> tuple:
+    """Returns the pool whose pages are those of a cache, as the table [B, max_pages] orders them."""
+
+    def pool(part: np.ndarray) -> np.ndarray:
+        batch, heads, places, *rest = part.shape
+        pages = part.reshape(batch, heads, places // _PER_PAGE, _PER_PAGE, *rest).swapaxes(1, 2)
+        placed = np.zeros((table.size, heads, _PER_PAGE, *rest), part.dtype)
+        placed[table.reshape(-1)] = pages.reshape(placed.shape)
+        return placed
+
+    return tuple(map(pool, parts))
+
+
+def attention_calls(paged: bool, dtype: DTypeLike, depth: int) -> Iterator[Call]:
+    """Makes the call of ``nvfp4_decode_attention``, in which each query head sees one token and no other.
+
+    A query head has a one in a block of its own. All keys are alike, but for one token of each sequence and head, in
+    whose key this block has twice the scale: the others weigh less than 2^-60. So the result is one value, which every
+    order of sums gives, and it is found by the right scale and place alone.
+    """
+    rng = np.random.default_rng(depth)
+    batch, heads, blocks = len(_SEEN), 2, depth // BLOCK
+    group = blocks + 1  # kernels take eight at a time; the last head has the block of the first
+    shape = (batch, heads, _PLACES, depth)
+    keys = (np.full((*shape[:-1], depth // 2), 0x77, np.uint8), np.full((*shape[:-1], blocks), 0x38, np.uint8))
+    chosen = rng.integers(0, np.maximum(_SEEN, 1), (heads, blocks, batch))  # a token of each
+    for (head, block, sequence), token in np.ndenumerate(chosen):
+        keys[1][sequence, head, token, block] = 0x40
+    codes = rng.choice(np.delete(np.arange(16, dtype=np.uint8), [0, 8]), shape)  # a zero may have either sign
+    scale = rng.choice(np.array(EVERY_SCALE, np.uint8), (*shape[:-1], blocks))
+    amax = [np.full(shape[:-1], 2688, np.float32), np.ldexp(np.float32(2688), rng.integers(-3, 3, shape[:-1]))]
+    q = np.zeros((batch, heads, group, depth))
+    for g in range(group):
+        q[:, :, g, BLOCK * (g % blocks) + g] = 1
+    parts = (*keys, amax[0], codes[..., ::2] | codes[..., 1::2] << 4, scale, amax[1].astype(np.float32))
+    behind = np.arange(_PLACES) >= _SEEN[:, None]
+    for part in parts:  # all bits are one: NaN
+        part.view(np.uint8).reshape(*part.shape[:3], -1)[np.broadcast_to(behind[:, None], part.shape[:3])] = 0xFF
+    table = rng.permutation(batch * _PLACES // _PER_PAGE).reshape(batch, -1).astype(np.int32)
+    parts = _cut_into_pages(parts, table) if paged else parts
+    parts = tuple(p.view(ml_dtypes.float8_e4m3fn) if i % 3 == 1 else p for i, p in enumerate(parts))
+    operands = (*parts, q.reshape(batch, heads * group, depth).astype(jnp.dtype(dtype)), _SEEN)
+    yield Call((*operands, table) if paged else operands, AttentionParams(8.0, paged))
+
+
+def append_calls(paged: bool, dtype: DTypeLike, depth: int) -> Iterator[Call]:
+    """Makes the call of ``nvfp4_append_kv``: some tokens have no place, and nothing else may be written."""
+    rng = np.random.default_rng(depth)
+    positions = np.array([0, 63, 319, -1, 320], np.int32)
+    batch, heads = len(positions), 3
+    cache = [tensor(rng, (batch, heads, _PLACES, depth), _ROW, EVERY_SCALE) for _ in range(2)]
+    table = rng.permutation(batch * _PLACES // _PER_PAGE).reshape(batch, -1).astype(np.int32)
+    parts = tuple(part for parts in cache for part in parts)
+    parts = _cut_into_pages(parts, table) if paged else parts
+    k, v = (values(batch * heads, depth, dtype, seed).reshape(batch, heads, depth) for seed in (0, 1))
+    operands = (*parts, k, v, positions)
+    yield Call((*operands, table) if paged else operands, AppendParams(paged))
