@@ -5,7 +5,9 @@ patterns (``softfloat``, which has the operations and casts), followed by the wh
 kernels on every XLA backend, eager and under jit. The rules in words: docs/numerics.md.
 """
 
+import functools
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +41,7 @@ from .spec import BLOCK, ROW_SCALED, WINDOW, Format, QuantSpec
 
 ONE = constant(1.0)
 SCALE_NAN = np.uint8(0x7F)
-CHUNK, GROUP = 64, 256  # tokens of a cache whose sums attention merges first, and then
+CHUNK, LEAST_SEGMENT = 64, 256  # tokens of a cache that attention sums by themselves, and whose sums it merges first
 
 
 # ---------------------------------------------------------------- E4M3 (block scales, never negative)
@@ -557,14 +559,11 @@ def _rows_of_chunk(part: jax.Array, pages: jax.Array | None, index: jax.Array) -
 
 
 def _scaled_codes(parts: tuple) -> tuple[jax.Array, jax.Array]:
-    """Decodes q * s of rows, and what remains to multiply a row by: its amax / 2688. Plain float32 is exact for q * s."""
+    """Decodes rows but for their amax: code * scale, which plain float32 computes exactly, and amax."""
     data, scale, amax = parts
-    q, s = (lax.bitcast_convert_type(b, jnp.float32) for b in (e2m1_decode(unpack_codes(data)), _decoded(scale)))
-    return q * jnp.repeat(s, BLOCK, axis=-1), amax * np.float32(1 / 2688)
-
-
-def _decoded(scale: jax.Array) -> Bits:
-    return e4m3_decode(_scale_bytes(scale))
+    both = e2m1_decode(unpack_codes(data)), e4m3_decode(_scale_bytes(scale))
+    q, s = (lax.bitcast_convert_type(b, jnp.float32) for b in both)
+    return q * jnp.repeat(s, BLOCK, axis=-1), amax
 
 
 def _sum_in_halves(x: jax.Array, axis: int) -> jax.Array:
@@ -574,35 +573,56 @@ def _sum_in_halves(x: jax.Array, axis: int) -> jax.Array:
     return jnp.squeeze(x, axis)
 
 
-def _power(x: jax.Array, reference: jax.Array) -> jax.Array:
-    """Computes 2^(x - reference); 0 for x = -inf, whatever the reference is."""
-    return jnp.where(x == -jnp.inf, 0.0, jnp.exp2(x - reference))
+def _two_to(n: jax.Array) -> jax.Array:
+    """Computes 2^n exactly for whole numbers up to 127; 0 below -126."""
+    return lax.bitcast_convert_type((jnp.clip(n, -127, 127) + 127).astype(jnp.uint32) << 23, jnp.float32)
 
 
-def attend_chunk(q: jax.Array, keys: tuple, values: tuple, visible: jax.Array, log2_scale: np.float32) -> tuple:
-    """Sums over a chunk for q [B, Hkv, G, D]. -> (m [B, Hkv, G], l [B, Hkv, G], acc [B, Hkv, G, D])
+class Sums(NamedTuple):
+    """Holds the sums of query heads [B, Hkv, G] over some tokens: the result is acc / total 2^(v - m) / 2688.
 
-    x = q . k * sm_scale * log2(e); m is the largest x, l the sum of p = 2^(x - m), acc that of p v.
+    References are whole numbers, -inf where there are no tokens: what they multiply by is exact.
     """
-    (k, k_factor), (v, v_factor) = _scaled_codes(keys), _scaled_codes(values)
-    seen = visible[:, None, None, :]  # [B, 1, 1, 64]
-    dots = _sum_in_halves(q[:, :, :, None, :] * k[:, :, None, :, :], 4)  # products are exact
-    x = jnp.where(seen, dots * (k_factor * log2_scale)[:, :, None, :], -jnp.inf)
-    # Of what is computed here XLA makes one value, not one for each use, contracted with what uses it.
+
+    m: jax.Array  # reference of total
+    v: jax.Array  # reference of acc
+    total: jax.Array  # the sum of 2^(x - m)
+    acc: jax.Array  # [B, Hkv, G, D], the sum of 2^(x - v) amax (code * scale)
+
+
+def attend_chunk(q: jax.Array, keys: tuple, values: tuple, visible: jax.Array, factor: np.float32) -> Sums:
+    """Sums over the visible [B, 64] of a chunk, for q [B, Hkv, G, D]; x = (q . code * scale) * (amax * factor)."""
+    (k, k_amax), (v, v_amax) = _scaled_codes(keys), _scaled_codes(values)
+    # XLA makes one value of what a barrier holds, not one for each use, contracted with what uses it.
+    x = lax.optimization_barrier(_sum_in_halves(q[:, :, :, None, :] * k[:, :, None, :, :], 4))  # products are exact
+    x = jnp.where(visible[:, None, None, :], x * (k_amax * factor)[:, :, None, :], -jnp.inf)
     x = lax.optimization_barrier(x)
-    m = jnp.max(x, axis=3)
-    p = _power(x, m[..., None])
-    v = jnp.where(visible[:, None, :, None], v * v_factor[..., None], 0.0)
-    p, terms = lax.optimization_barrier((p, p[..., None] * v[:, :, None, :, :]))
-    return m, _sum_in_halves(p, 3), _sum_in_halves(terms, 3)
+    m = jnp.ceil(jnp.max(x, axis=3))
+    p = lax.optimization_barrier(jnp.where(x == -jnp.inf, 0.0, jnp.exp2(x - m[..., None])))
+    v_amax = jnp.where(visible[:, None, :], v_amax, 0.0)
+    largest = amax_bits(lax.bitcast_convert_type(v_amax, jnp.uint32), axis=2)
+    e = jnp.clip((largest >> 23).astype(jnp.float32) - 127, -100, 127)[..., None]  # floor(log2(amax))
+    weights = p * (v_amax * _two_to(-e))[:, :, None, :]
+    v = jnp.where(visible[:, None, :, None], v, 0.0)
+    terms = lax.optimization_barrier(lax.optimization_barrier(weights)[..., None] * v[:, :, None, :, :])
+    return Sums(m, m + e, _sum_in_halves(p, 3), _sum_in_halves(terms, 3))
 
 
-def merge_sums(a: tuple, b: tuple) -> tuple:
-    """Merges the sums of a head over some tokens with those over later ones, both as ``attend_chunk`` makes them."""
-    m = jnp.maximum(a[0], b[0])
-    of_a, of_b = lax.optimization_barrier((_power(a[0], m), _power(b[0], m)))
-    terms = lax.optimization_barrier((a[1] * of_a, b[1] * of_b, a[2] * of_a[..., None], b[2] * of_b[..., None]))
-    return m, terms[0] + terms[1], terms[2] + terms[3]
+def merge_sums(a: Sums, b: Sums) -> Sums:
+    """Merges the sums over some tokens with those over later ones."""
+    m, v = jnp.maximum(a.m, b.m), jnp.maximum(a.v, b.v)
+
+    def down(to: jax.Array, reference: jax.Array) -> jax.Array:
+        return _two_to(jnp.where(reference == to, 0.0, reference - to))
+
+    total = a.total * down(m, a.m) + b.total * down(m, b.m)
+    return Sums(m, v, total, a.acc * down(v, a.v)[..., None] + b.acc * down(v, b.v)[..., None])
+
+
+def segment_tokens(lengths: jax.Array) -> jax.Array:
+    """Returns how many tokens a segment of a sequence has: the least 256 * 2^i that leaves it at most 64 segments."""
+    tokens = jnp.full_like(lengths, LEAST_SEGMENT)
+    return lax.fori_loop(0, 17, lambda _, t: jnp.where(t < (lengths + 63) // 64, 2 * t, t), tokens)
 
 
 def decode_attention(
@@ -610,25 +630,36 @@ def decode_attention(
 ) -> jax.Array:
     """Attends as ``jnvfp4.attention.decode_attention`` for q [B, Hkv, G, D]. -> the shape and dtype of q
 
-    A group merges its chunks of 64 tokens in ascending order, from its first; the result merges the groups of 256 so.
+    Chunks of 64 tokens are merged in ascending order to segments, every fourth segment in ascending order to one of
+    four sums, and these in order.
     """
     count = keys[0].shape[2] // CHUNK if pages is None else pages.shape[1]
     lengths = jnp.clip(lengths, 0, count * CHUNK)
-    wide, log2_scale = q.astype(jnp.float32), np.float32(sm_scale * np.log2(np.e))
+    each = segment_tokens(lengths)
+    wide, factor = q.astype(jnp.float32), np.float32(sm_scale * np.log2(np.e) / 2688)
 
-    def chunk(index: jax.Array) -> tuple:
+    def only(where: jax.Array, sums: Sums, others: Sums) -> Sums:
+        return jax.tree.map(lambda x, y: jnp.where(where.reshape(-1, *(1,) * (x.ndim - 1)), x, y), sums, others)
+
+    def step(index: jax.Array, state: tuple[Sums, list[Sums]]) -> tuple[Sums, list[Sums]]:
+        segment, results = state
+        begin, end = index * CHUNK, (index + 1) * CHUNK
         of_keys, of_values = (tuple(_rows_of_chunk(part, pages, index) for part in parts) for parts in (keys, values))
-        visible = index * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32) < lengths[:, None]
-        return attend_chunk(wide, of_keys, of_values, visible, log2_scale)
+        visible = begin + jnp.arange(CHUNK, dtype=jnp.int32) < lengths[:, None]
+        chunk = attend_chunk(wide, of_keys, of_values, visible, factor)
+        segment = only(begin % each == 0, chunk, merge_sums(segment, chunk))
+        ends = (begin < lengths) & ((end >= lengths) | (end % each == 0))
+        return segment, [
+            only(ends & (begin // each % 4 == i), merge_sums(result, segment), result)
+            for i, result in enumerate(results)
+        ]
 
-    def group(index: jax.Array, sums: tuple) -> tuple:
-        first = index * (GROUP // CHUNK)
-        merged = lax.fori_loop(first + 1, first + GROUP // CHUNK, lambda i, s: merge_sums(s, chunk(i)), chunk(first))
-        return merge_sums(sums, merged)
-
-    nothing = jnp.full(q.shape[:-1], -jnp.inf), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape)
-    _, total, acc = lax.fori_loop(0, (jnp.max(lengths) + GROUP - 1) // GROUP, group, nothing)
-    out = jnp.where(total[..., None] == 0, 0.0, acc / total[..., None])
+    none = jnp.full(q.shape[:-1], -jnp.inf)
+    nothing = Sums(none, none, jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
+    _, results = lax.fori_loop(0, (jnp.max(lengths) + CHUNK - 1) // CHUNK, step, (nothing, [nothing] * 4))
+    sums = functools.reduce(merge_sums, results)
+    factor = _two_to(jnp.where(sums.total == 0, 0.0, sums.v - sums.m)) * np.float32(1 / 2688)
+    out = jnp.where(sums.total[..., None] == 0, 0.0, sums.acc / sums.total[..., None] * factor[..., None])
     return jnp.where(out == 0, 0.0, out).astype(q.dtype)  # no zero is negative
 
 
