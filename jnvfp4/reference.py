@@ -658,8 +658,8 @@ def decode_attention(
     nothing = Sums(none, none, jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape))
     _, results = lax.fori_loop(0, (jnp.max(lengths) + CHUNK - 1) // CHUNK, step, (nothing, [nothing] * 4))
     sums = functools.reduce(merge_sums, results)
-    factor = _two_to(jnp.where(sums.total == 0, 0.0, sums.v - sums.m)) * np.float32(1 / 2688)
-    out = jnp.where(sums.total[..., None] == 0, 0.0, sums.acc / sums.total[..., None] * factor[..., None])
+    of_amax = _two_to(jnp.where(sums.total == 0, 0.0, sums.v - sums.m)) * np.float32(1 / 2688)
+    out = jnp.where(sums.total[..., None] == 0, 0.0, sums.acc / sums.total[..., None] * of_amax[..., None])
     return jnp.where(out == 0, 0.0, out).astype(q.dtype)  # no zero is negative
 
 

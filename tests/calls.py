@@ -44,10 +44,14 @@ class Call:
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     attrs: dict[str, Any] = field(default_factory=dict)
+    in_place: bool = False  # each result is the operand of its number
 
     def run(self) -> Any:
         operands = [o.random() for o in self.operands]
-        call = jax.ffi.ffi_call(f"nvfp4_{self.target}", [r.struct() for r in self.results], has_side_effect=True)
+        same = {i: i for i, pair in enumerate(zip(self.operands, self.results, strict=False)) if pair[0] == pair[1]}
+        results, aliases = [r.struct() for r in self.results], same if self.in_place else None
+        options = {"has_side_effect": True, "input_output_aliases": aliases}
+        call = jax.ffi.ffi_call(f"nvfp4_{self.target}", results, **options)
         return jax.block_until_ready(call(*operands, **self.attrs))
 
 
@@ -157,6 +161,31 @@ def decode_call() -> Call:
     return Call("decode", (data, scale), (Array("out", (16, 128), BF16, also=(jnp.float16,)),))
 
 
+def cache(side: str, lead: tuple[int, ...], depth: int) -> tuple[Array, Array, Array]:
+    scale = Array(f"{side} scale", (*lead, depth // 16), jnp.float8_e4m3fn, also=(U8,))
+    return Array(f"{side} data", (*lead, depth // 2), U8), scale, Array(f"{side} amax", lead, F32)
+
+
+def cache_call(
+    target: str, paged: bool = False, capability: int = 0, depth: int = 64, tokens: int = 128, room: int = 64
+) -> Call:
+    """Attention or appending for three sequences with two KV heads; ``room``: tokens of a page."""
+    batch, heads, group = 3, 2, 5
+    lead = (7, heads, room) if paged else (batch, heads, tokens)
+    pages = Array("pages", (batch, tokens // 64), jnp.int32) if paged else absent("pages", jnp.int32)
+    if paged:  # a table of another width is one of another capacity, a pool may have any number of pages
+        pages = replace(pages, may_be=((batch, 1), (batch, 3), (batch, 4)))
+    parts = (*cache("keys", lead, depth), *cache("values", lead, depth))
+    if target == "append_kv":
+        new = [Array(name, (batch, heads, depth), BF16) for name in ("k", "v")]
+        return Call(target, (*parts, *new, Array("positions", (batch,), jnp.int32), pages), parts, in_place=True)
+    q, attrs = Array("q", (batch, heads, group, depth), BF16), {"sm_scale": np.float32(0.1)}
+    problem = (batch, heads, group, depth, tokens)
+    needed = plans.plan_decode_attention(shape=problem, capability=capability).scratch_bytes
+    results = replace(q, name="out"), scratch_of(needed)
+    return Call(target, (q, *parts, Array("lengths", (batch,), jnp.int32), pages), results, attrs)
+
+
 def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
     """Name -> a call that runs on "cpu" or "cuda"; on GPUs, whether those for Hopper are among them."""
     cpu = platform == "cpu"
@@ -183,6 +212,9 @@ def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
         "matmul windows": matmul_call(blocks, windows=True),
         "matmul dense": matmul_call(elements, dense=True),
     }
+    for paged, where in ((False, ""), (True, " in pages")):
+        calls[f"attention{where}"] = cache_call("decode_attention", paged, 0 if cpu else 80)
+        calls[f"append{where}"] = cache_call("append_kv", paged)
     if not cpu:
         calls |= {"decode": decode_call(), "epilogue": epilogue_call()}
     if not cpu and not hopper:

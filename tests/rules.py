@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from calls import (
     Call,
+    cache_call,
     dequantize_call,
     grouped_call,
     matmul_call,
@@ -57,6 +58,7 @@ from jnvfp4 import (
     transpose,
 )
 from jnvfp4 import Rule as PolicyRule
+from jnvfp4.attention import KVCache, append_kv, decode_attention
 from jnvfp4.spec import four_over_six
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
@@ -624,3 +626,99 @@ for text, state in {
     "scale ... must be uint8 or float8_e4m3fn, got": {**tensors, scale: np.zeros((32, 4), "V1")},
 }.items():
     rule(f"...{text}", from_state, {"w": state})
+
+# ---------------------------------------------------------------- a KV cache
+CACHED = (decode_attention, append_kv)
+
+
+def kv(capacity=128, depth=64, fmt=ROW, lead=(3, 2), values=None, pages=None, **wrong):
+    """A cache for three sequences with two heads, as wrong as the arguments say."""
+    keys = t(capacity, depth, fmt, lead=lead, amax=(*lead, capacity), **wrong)
+    return KVCache(keys, values or keys, pages)
+
+
+def dense_kv(capacity=128, depth=64, lead=(3, 2), dtype=BF16, pages=None):
+    return KVCache(a(*lead, capacity, depth, dtype=dtype), a(*lead, capacity, depth, dtype=dtype), pages)
+
+
+def cache_rule(words, cache=None, batch=3, depth=64, handler=None, rows_of=BF16):
+    """What both operations refuse in a cache."""
+    cache = kv() if cache is None else cache
+    n = a(batch, dtype=I32)
+    rule(words, decode_attention, a(batch, 4, depth, dtype=rows_of), cache, n, handler=handler)
+    rows = a(batch, 2, depth, dtype=rows_of)
+    rule(words, append_kv, cache, rows, rows, n)
+
+
+IN_POOL = {"lead": (7, 2), "capacity": 64}
+pages = a(3, 2, dtype=I32)
+cache_rule("TypeError: cache must be a jnvfp4.attention.KVCache, got tuple", (kv().keys, kv().values))
+cache_rule("TypeError: cache.keys and cache.values must both be NVFP4Tensors or", kv(values=a(3, 2, 128, 64)))
+cache_rule(
+    "cache.keys must have the format of ROW_SCALED, nvfp4_row_448, got nvfp4_row_256", kv(fmt=Format("row", 256))
+)
+tensor_scoped = t(128, 64, lead=(3, 2))
+cache_rule(
+    "cache.keys must have the format of ROW_SCALED, ..., got nvfp4_tensor_448", KVCache(tensor_scoped, tensor_scoped)
+)
+cache_rule("cache.keys must have rank 4, [B, Hkv, capacity, D] or [P, Hkv, 64, D], got rank 3; jax.vmap", kv(lead=(3,)))
+cache_rule("cache.keys must have rank 4, ..., got rank 5", dense_kv(lead=(3, 2, 2)))
+cache_rule("cache.keys and cache.values must have the same shape, got (3, 2, 128, 64) and", kv(values=kv(192).keys))
+cache_rule("TypeError: cache.keys.data must be uint8, got int8", kv(data=I8))
+odd = (cache_call("decode_attention", tokens=96), "of a multiple of 64 tokens")
+text = "the capacity of the cache must be a multiple of 64, got {}; make it {}: what lies behind"
+cache_rule(text.format(96, 128), kv(96), handler=odd)
+cache_rule(text.format(100, 128), dense_kv(100))
+cache_rule("cache.keys must have shape [B, Hkv, capacity, D] with B=2, got (3, 2, 128, 64); a pool", batch=2)
+cache_rule("cache.keys must have shape [B, Hkv, capacity, D] with B=2, got (3, 2, 128, 64)", dense_kv(), batch=2)
+sizes = (cache_call("append_kv", depth=80), "D must be 64 or 128, got 80")
+text = "a head must have D=64 or 128 elements, in the cache too, got D={} and cache.keys of shape (3, 2, 128, {})"
+cache_rule(text.format(80, 80), kv(depth=80), depth=80, handler=sizes)
+cache_rule(text.format(64, 128), kv(depth=128))
+short = (cache_call("append_kv", paged=True, room=32), "pages of 64 tokens")
+text = "the pages of cache.keys must have 64 tokens, got shape (7, 2, 128, 64)"
+cache_rule(text, kv(lead=(7, 2), pages=pages), handler=short)
+cache_rule(text, dense_kv(lead=(7, 2), pages=pages))
+cache_rule("TypeError: cache.pages must be int32, got float32", kv(**IN_POOL, pages=a(3, 2)))
+cache_rule("cache.pages must have shape [B, max_pages] with B=3, got (2, 2)", kv(**IN_POOL, pages=a(2, 2, dtype=I32)))
+cache_rule("cache.pages must have shape [B, max_pages] with B=3, got (3,)", kv(**IN_POOL, pages=a(3, dtype=I32)))
+cache_rule("cache.pages must have shape [B, max_pages] with B=3, got (3, 0)", kv(**IN_POOL, pages=a(3, 0, dtype=I32)))
+cache_rule("TypeError: cache.keys and cache.values must be NVFP4Tensors, or bfloat16 or", dense_kv(dtype=F32))
+text = "TypeError: cache.keys and cache.values must be NVFP4Tensors, or bfloat16 or float16 arrays of the same shape"
+cache_rule(text, KVCache(dense_kv().keys, dense_kv(dtype=jnp.float16).keys))
+text = "TypeError: beside a cache of bfloat16 with D=64 the dtype and D of the new token must be the same, got {}"
+cache_rule(text.format("float16 and D=64"), dense_kv(), rows_of=jnp.float16)
+cache_rule(text.format("bfloat16 and D=128"), dense_kv(), depth=128)
+
+q, rows, n = a(3, 4, 64, dtype=BF16), a(3, 2, 64, dtype=BF16), a(3, dtype=I32)
+text = "{} must have shape [B, {}, D], one token of each sequence, got (3, {}, 2, 64); several tokens of a sequence are"
+rule(text.format("q", "Hq", 4), decode_attention, a(3, 4, 2, 64, dtype=BF16), kv(), n)
+rule(text.format("k", "Hkv", 2), append_kv, kv(), a(3, 2, 2, 64), a(3, 2, 2, 64), n)
+rule("TypeError: q must be an array, got an NVFP4Tensor", decode_attention, kv().keys, kv(), n)
+rule("TypeError: q must be bfloat16 or float16, got float32; cast it", decode_attention, a(3, 4, 64), kv(), n)
+for cache in (kv(), dense_kv()):
+    text = "the query heads of q must be a multiple of the KV heads of the cache, got 3 and 2"
+    rule(text, decode_attention, a(3, 3, 64, dtype=BF16), cache, n)
+    rule("TypeError: lengths must be int32, got float32", decode_attention, q, cache, a(3))
+    rule("lengths must have shape (3,), one for each sequence, got ()", decode_attention, q, cache, a(dtype=I32))
+    rule(
+        "TypeError: sm_scale must be None or a finite Python number, got inf",
+        decode_attention,
+        q,
+        cache,
+        n,
+        sm_scale=np.inf,
+    )
+    rule("TypeError: sm_scale must be None or a finite", decode_attention, q, cache, n, sm_scale=a())
+    rule("TypeError: positions must be int32, got float32", append_kv, cache, rows, rows, a(3))
+    rule(
+        "positions must have shape (3,), one for each sequence, got (2,)", append_kv, cache, rows, rows, a(2, dtype=I32)
+    )
+    text = "k and v must have the same shape and dtype, got bfloat16 (3, 2, 64) and float32 (3, 2, 64)"
+    rule(text, append_kv, cache, rows, a(3, 2, 64), n)
+    text = "k must have the KV heads of the cache, 2, got shape (3, 4, 64)"
+    rule(text, append_kv, cache, q, q, n)
+rule(f"TypeError: k must be {FLOATS}, got int8", append_kv, kv(), a(3, 2, 64, dtype=I8), a(3, 2, 64, dtype=I8), n)
+text = "implementation must be None, 'native' or 'reference', got 'cuda'"
+rule(text, decode_attention, q, kv(), n, implementation="cuda")
+rule(text, append_kv, kv(), rows, rows, n, implementation="cuda")

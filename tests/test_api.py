@@ -15,14 +15,15 @@ from helpers import assert_same_tensor, primitives
 from operands import normal
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Recipe, recipes
+from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, ROW_SCALED, WINDOW64, Recipe, attention, recipes
 from jnvfp4._ops.arguments import OPERATIONS
 
 PUBLIC = {name: value for name, value in vars(jnvfp4).items() if not name.startswith("_")}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+FUNCTIONS |= {name: getattr(attention, name) for name in ("append_kv", "decode_attention")}
 IN_MODULES = {
     f"{module.__name__}.{name}": value
-    for module in (jnvfp4.sharding, jnvfp4.remat)
+    for module in (jnvfp4.attention, jnvfp4.sharding, jnvfp4.remat)
     for name, value in vars(module).items()
     if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == module.__name__
 }
@@ -60,6 +61,7 @@ def test_an_import_loads_no_device_and_no_other_library():
 
 def test_the_names_in_public_modules():
     of = {"sharding": ("all_gather", "gather_quantized"), "remat": ("recompute_quantize", "save_packed")}
+    of["attention"] = ("append_kv", "decode_attention")
     assert IN_MODULES.keys() == {f"jnvfp4.{module}.{name}" for module, names in of.items() for name in names}
     assert jnvfp4._version.__version__ == jnvfp4.__version__  # so that modules need not import the package
 
@@ -117,6 +119,8 @@ def test_two_calls_find_the_amax_of_rows_themselves():
 KEY = jax.random.key(5)
 X, W, DY = normal((2, 32, 64), 1), normal((48, 64), 2), normal((2, 32, 48), 3)
 BIAS = normal((48,), 5)
+KV = attention.KVCache.zeros((2, 1, 64, 64))
+ROWS, LENGTHS = normal((2, 1, 64), 4), jnp.array([3, 0], jnp.int32)
 WS, SIZES = jnp.stack([W, -W]), jnp.array([16, 10], jnp.int32)
 CALLS = {
     **{
@@ -138,6 +142,8 @@ CALLS = {
     "matmul_nt weight-only": (jnvfp4.matmul_nt, (X, jnvfp4.quantize(W))),
     "grouped_matmul_nt": (jnvfp4.grouped_matmul_nt, (jnvfp4.quantize(X[0], ROW_SCALED), jnvfp4.quantize(WS), SIZES)),
     "grouped_matmul_nt weight-only": (jnvfp4.grouped_matmul_nt, (X[0], jnvfp4.quantize(WS), SIZES)),
+    "decode_attention": (attention.decode_attention, (ROWS, KV, LENGTHS)),
+    "append_kv": (attention.append_kv, (KV, ROWS, ROWS, LENGTHS)),
     "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.spec.four_over_six(block_rows=16)), (X,)),
 }
 DIFFERENTIABLE = {

@@ -21,7 +21,7 @@ from jnvfp4._native import load
 
 SHORT = (  # of each target
     *("quantize stochastic", "pair stochastic", "dequantize windows", "rht_amax"),
-    *("matmul windows", "decode", "epilogue", "grouped dense"),
+    *("matmul windows", "decode", "epilogue", "grouped dense", "attention in pages", "append in pages"),
 )
 EVERY_CALL = valid_calls("cpu") | valid_calls("cuda")
 NAMES = [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in EVERY_CALL]
@@ -48,7 +48,7 @@ def refusal(call: Call) -> str | None:
 
 def names_of(call: Call) -> list[str]:
     """What an error may name: the array itself, or one that does not fit it any more."""
-    return ["a", *(a.name for a in (*call.operands, *call.results)), *call.attrs]
+    return ["a", "D", *(a.name for a in (*call.operands, *call.results)), *call.attrs]
 
 
 def with_array(call: Call, index: int, array: Array) -> Call:

@@ -14,7 +14,7 @@ import pytest
 import jnvfp4
 
 ROOT = pathlib.Path(__file__).parent.parent
-MODULES = (jnvfp4, jnvfp4.recipes, jnvfp4.remat, jnvfp4.sharding)
+MODULES = (jnvfp4, jnvfp4.attention, jnvfp4.recipes, jnvfp4.remat, jnvfp4.sharding)
 OF_TREES = {jnvfp4.to_state, jnvfp4.from_state, jnvfp4.Policy.explain}  # trees of anything are Any, as in JAX
 # expression -> what a checker says that it is
 CALLS = {
@@ -29,6 +29,8 @@ CALLS = {
     "jnvfp4.grouped_matmul_nt(x, q, sizes)": "Array",
     "jnvfp4.linear(x, w, jnvfp4.recipes.pretrain(), key=key)": "Array",
     "jnvfp4.grouped_linear(x, w, sizes)": "Array",
+    "jnvfp4.attention.append_kv(jnvfp4.attention.KVCache.zeros((2, 1, 64, 64)), x, x, sizes)": "KVCache",
+    "jnvfp4.attention.decode_attention(x, jnvfp4.attention.KVCache(q, q), sizes)": "Array",
     "jnvfp4.einsum('mk,nk->mn', x, w)": "Array",
     "jnvfp4.DotGeneral(jnvfp4.recipes.pretrain())": "DotGeneral",
     "jnvfp4.spec.four_over_six('mse')": "QuantSpec",

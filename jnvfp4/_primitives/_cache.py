@@ -72,7 +72,7 @@ def check_cache(op: str, cache: Cache, lead: Shape, heads: int, depth: int) -> N
         raise ValueError(
             f"{op}: cache.keys and cache.values must have the same shape, got {_values(keys)} and {_values(values)}"
         )
-    check_places(op, cache, keys.shape, lead)
+    check_places(op, cache, _values(keys), lead)
     of_cache = 2 * keys.shape[-1]
     if depth != of_cache or depth not in HEAD_SIZES:
         raise ValueError(

@@ -229,7 +229,8 @@ def attention_calls(paged: bool, dtype: DTypeLike, depth: int) -> Iterator[Call]
     q = np.zeros((batch, heads, group, depth))
     for g in range(group):
         q[:, :, g, BLOCK * (g % blocks) + g] = 1
-    parts = (*keys, amax[0], codes[..., ::2] | codes[..., 1::2] << 4, scale, amax[1].astype(np.float32))
+    mixed = codes[..., ::2] | codes[..., 1::2] << 4, scale, amax[1].astype(np.float32)
+    parts: tuple[np.ndarray, ...] = (*keys, amax[0], *mixed)
     behind = np.arange(_PLACES) >= _SEEN[:, None]
     for part in parts:  # all bits are one: NaN
         part.view(np.uint8).reshape(*part.shape[:3], -1)[np.broadcast_to(behind[:, None], part.shape[:3])] = 0xFF
