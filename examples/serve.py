@@ -9,14 +9,14 @@ Prints tokens per second of a jitted program that generates ``--new`` tokens for
 cache take. The weights are bfloat16, or NVFP4; then the tokens that they multiply stay bfloat16 ("W4A16"), or are
 quantized too, with per-token scaling ("W4A4"). With ``--activations stored`` W4A4 scales them by the checkpoint's
 ``input_scale`` instead, as vLLM and SGLang do. With ``--kv nvfp4`` the keys and values are in NVFP4, with an amax per
-token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements, but takes longer to
-read: they are decoded to bfloat16 in memory. The programs differ in nothing else.
+token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements. The programs differ in
+nothing else. Speed is measured with ``--prompt`` random tokens of each sequence in the cache.
 
 ``--preset small``, the default on a CPU, trains the model of ``serve_converted.py`` for a moment, converts it and
-serves the converted checkpoint. It also prints the text that each model writes, and perplexities per byte, measured
-with one token at a time through the cache. ``--preset llama-8b``, the default on a GPU, has the sizes of Llama 3 8B and
-random weights, made on the device. ``--checkpoint`` serves what the converter wrote; "bf16" is then that checkpoint,
-decoded.
+serves the converted checkpoint. It also prints the lines that each model writes after prompts of different lengths,
+which end at different times, and perplexities per byte, measured with one token at a time through the cache.
+``--preset llama-8b``, the default on a GPU, has the sizes of Llama 3 8B and random weights, made on the device.
+``--checkpoint`` serves what the converter wrote; "bf16" is then that checkpoint, decoded.
 
 Expect a minute and a half for the small preset on two CPU cores. Writes ``serve.json`` to ``--out``.
 """
@@ -26,8 +26,9 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +38,21 @@ import numpy as np
 from jax import Array
 
 import jnvfp4
+from jnvfp4.attention import KVCache
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, open_checkpoint
-from jnvfp4.spec import BLOCK
 from lm.config import Config, step_count
 from lm.data import stdlib_text, val_batches
 from lm.decode import (
+    CHUNK,
     Calibrated,
     calibrated_linear,
+    check_room,
     empty_cache,
     forced_loss,
     generate,
     is_quantized,
     prefill,
+    put_prompts,
     row_scaled_linear,
     unstack,
 )
@@ -75,7 +79,8 @@ LLAMA_8B = Config(
     norm_epsilon=1e-5,
 )
 BATCHES = {"small": [1, 16], "llama-8b": [1, 4, 16, 64]}
-CACHES = {"small": ["bf16", "nvfp4"], "llama-8b": ["bf16"]}
+CACHES = ["bf16", "nvfp4"]
+HEAD_SIZES = (64, 128)  # that attention to an NVFP4 cache takes
 
 
 @dataclass(frozen=True)
@@ -190,19 +195,15 @@ def weight_bytes(params: Tree) -> dict[str, int]:
 
 
 def bytes_per_token(config: Config, quantized: bool) -> int:
-    return config.layers * nbytes(jax.eval_shape(lambda: empty_cache(config, 1, 1, quantized)))
+    return config.layers * nbytes(jax.eval_shape(lambda: empty_cache(config, 1, CHUNK, quantized))) // CHUNK
 
 
 def memory(config: Config, models: Models, gib: float) -> dict[str, Any]:
-    """Says what weights and a token in the cache take, and how many tokens fit beside the weights into some GiB.
-
-    An NVFP4 cache needs room for the keys and values of one layer in bfloat16, which attention decodes it to.
-    """
+    """Says what weights and a token in the cache take, and how many tokens fit beside the weights into some GiB."""
     weights = {name: weight_bytes(params) for name, params in models.items()}
     cache = {name: bytes_per_token(config, name == "nvfp4") for name in ("bf16", "nvfp4")}
-    decoded = {"bf16": 0, "nvfp4": cache["bf16"] // config.layers}
     tokens = {
-        f"{name} weights, {kv} cache": max(0, int((gib * 2**30 - weights[name]["all"]) // (cache[kv] + decoded[kv])))
+        f"{name} weights, {kv} cache": max(0, int((gib * 2**30 - weights[name]["all"]) // cache[kv]))
         for name, kv in (("bf16", "bf16"), ("NVFP4", "bf16"), ("NVFP4", "nvfp4"))
     }
     return {
@@ -228,19 +229,32 @@ def print_memory(found: dict[str, Any]) -> None:
 # Speed
 
 
-def measure(params: Tree, variant: Variant, config: Config, prompts: Array, new: int) -> dict[str, float]:
-    """Times a compiled program that generates ``new`` tokens after the first, the median of several runs."""
-    batch, length = prompts.shape
-    linear, position = variant.linear, jnp.int32(length)
-    token, caches = prefill(params, prompts, length + new, config, linear, variant.quantized_cache)
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def random_cache(config: Config, batch: int, length: int, capacity: int, quantized: bool, key: Array) -> KVCache:
+    """Makes the cache of a layer after ``length`` random tokens of each sequence."""
+    empty = empty_cache(config, batch, capacity, quantized)
+    shape = (batch, length, config.kv_heads, config.head_dim)
+    rows = (jax.random.normal(part, shape, jnp.bfloat16) for part in jax.random.split(key))
+    return KVCache(*(put_prompts(kept, new) for kept, new in zip(empty[:2], rows, strict=True)))
+
+
+def measure(
+    params: Tree, variant: Variant, config: Config, batch: int, length: int, new: int, capacity: int
+) -> dict[str, float]:
+    """Times a compiled program that generates ``new`` tokens after ``length`` others, the median of several runs."""
+    linear, positions = variant.linear, jnp.full(batch, length, jnp.int32)
+    keys = jax.random.split(jax.random.key(0), config.layers)
+    caches = [random_cache(config, batch, length, capacity, variant.quantized_cache, key) for key in keys]
+    check_room(caches, [length], new)
+    token = jnp.zeros(batch, jnp.int32)
     begin = time.perf_counter()
-    program = generate.lower(params, token, caches, position, new, config, linear).compile()
+    program = generate.lower(params, token, caches, positions, new, config, linear).compile()
     compile_seconds = time.perf_counter() - begin
     cache_bytes, needed = nbytes(caches), program.memory_analysis()
     times = []
     for _ in range(1 + RUNS):  # each overwrites the tokens that the one before appended
         begin = time.perf_counter()
-        tokens, caches = program(params, token, caches, position)
+        tokens, caches, _ = program(params, token, caches, positions)
         jax.block_until_ready((tokens, caches))
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times[1:])
@@ -263,9 +277,8 @@ def compare_speed(
     print(f"{'batch':>8}" + "".join(f"{name:>{width}}" for name in compared), flush=True)
     rows = {}
     for batch in args.batch:
-        prompts = jax.random.randint(jax.random.key(args.seed), (batch, args.prompt), 0, config.vocabulary)
         row = rows[str(batch)] = {
-            name: measure(models[variant.weights], variant, config, prompts, args.new)
+            name: measure(models[variant.weights], variant, config, batch, args.prompt, args.new, args.capacity)
             for name, variant in compared.items()
         }
         rate = row["bf16"]["tokens_per_second"]
@@ -285,13 +298,22 @@ def compare_speed(
 # Text
 
 
-def write(params: Tree, variant: Variant, config: Config, prompt: np.ndarray, new: int) -> str:
-    """Continues a prompt of bytes by ``new`` bytes, and returns these as text."""
-    tokens = jnp.asarray(prompt[None], jnp.int32)
-    capacity = len(prompt) + new
-    token, caches = prefill(params, tokens, capacity, config, variant.linear, variant.quantized_cache)
-    tokens, _ = generate(params, token, caches, jnp.int32(len(prompt)), new - 1, config, variant.linear)
-    return bytes([int(token[0]), *np.asarray(tokens)[0].tolist()]).decode(errors="replace")
+def write(
+    params: Tree, variant: Variant, config: Config, prompts: Sequence[np.ndarray], new: int, capacity: int
+) -> list[str]:
+    """Continues prompts of bytes up to the end of a line, by at most ``new`` bytes, and returns these as texts."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), max(lengths)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    linear, stop = variant.linear, ord("\n")
+    token, caches = prefill(
+        params, jnp.asarray(tokens), jnp.asarray(lengths), capacity, config, linear, variant.quantized_cache
+    )
+    check_room(caches, lengths, new - 1)
+    others, _, _ = generate(params, token, caches, jnp.asarray(lengths), new - 1, config, linear, stop)
+    written = np.concatenate([token[:, None], others], axis=1).astype(np.uint8)
+    return [row.tobytes().split(b"\n")[0].decode(errors="replace") for row in written]
 
 
 def perplexity(params: Tree, variant: Variant, config: Config, batch: np.ndarray) -> float:
@@ -300,20 +322,21 @@ def perplexity(params: Tree, variant: Variant, config: Config, batch: np.ndarray
 
 
 def compare_text(models: Models, compared: dict[str, Variant], config: Config, args: argparse.Namespace) -> Tree:
-    """Prints the perplexity of each variant on the validation text, and how it continues the beginning of that text."""
+    """Prints the perplexity of each variant on the validation text, and how it continues beginnings of that text."""
     _, text = stdlib_text()
     batches = val_batches(text, CONFIG)
     batch = batches.reshape(-1, batches.shape[-1])
-    prompt = text[: args.prompt]
-    print(f"\nperplexity, and text after {bytes(prompt).decode(errors='replace')!r}")
+    prompts = [text[: max(1, args.prompt // part)] for part in (1, 2, 4)]
+    texts = ", ".join(repr(bytes(prompt).decode(errors="replace")) for prompt in prompts)
+    print(f"\nperplexity, and the rest of the line after {texts}")
     found = {}
     for name, variant in compared.items():
         params = models[variant.weights]
         row = found[name] = {
             "perplexity": perplexity(params, variant, config, batch),
-            "text": write(params, variant, config, prompt, args.new),
+            "text": write(params, variant, config, prompts, args.new, args.capacity),
         }
-        print(f"{name:>12}{row['perplexity']:10.4f}  {row['text']!r}", flush=True)
+        print(f"{name:>12}{row['perplexity']:10.4f}  {row['text']}", flush=True)
     return found
 
 
@@ -333,7 +356,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=step_count, nargs="+", help="numbers of sequences (default: by the preset)")
     parser.add_argument("--prompt", type=step_count, default=32, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--new", type=step_count, default=64, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--kv", choices=("bf16", "nvfp4"), nargs="+", help="KV caches (default: by the preset)")
+    text = "tokens of a sequence that the cache has room for (default: --prompt and --new)"
+    parser.add_argument("--capacity", type=step_count, help=text)
+    parser.add_argument("--kv", choices=("bf16", "nvfp4"), nargs="+", help="KV caches (default: both)")
     text = "how W4A4 scales activations: per token, or by the checkpoint's input_scale (default: %(default)s)"
     parser.add_argument("--activations", choices=("tokens", "stored"), default="tokens", help=text)
     parser.add_argument("--memory", type=float, default=80.0, help="GiB for weights and cache (default: %(default)g)")
@@ -343,7 +368,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/serve"), help="folder for serve.json and checkpoints")
     args = parser.parse_args()
     args.batch = args.batch or BATCHES[args.preset]
-    args.kv = args.kv or CACHES[args.preset]
+    args.kv = args.kv or CACHES
+    args.capacity = args.capacity or args.prompt + args.new
     trains = args.preset == "small" and not args.checkpoint
     if args.steps and not trains:
         parser.error("--steps is for --preset small without --checkpoint, which alone trains")
@@ -361,8 +387,13 @@ def parse_args() -> argparse.Namespace:
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"--checkpoint {args.checkpoint} cannot be served: {error}")
     args.config = replace(args.config, layers=args.layers or args.config.layers)
-    if "nvfp4" in args.kv and args.config.head_dim % BLOCK:
-        parser.error(f"--kv nvfp4 needs heads of a multiple of {BLOCK} elements, got {args.config.head_dim}")
+    if "nvfp4" in args.kv and args.config.head_dim not in HEAD_SIZES:
+        parser.error(f"--kv nvfp4 needs heads of 64 or 128 elements, got {args.config.head_dim}; pass --kv bf16")
+    if args.capacity < args.prompt + args.new:
+        parser.error(
+            f"--capacity {args.capacity} has no room for {args.prompt} tokens of a prompt and {args.new} new ones: "
+            "make it larger, or --prompt or --new smaller"
+        )
     if trains:
         args.config = replace(args.config, steps=args.steps or CONFIG.steps)
     return args

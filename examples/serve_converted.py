@@ -38,8 +38,8 @@ from lm.train import train
 CONFIG = Config(
     layers=2,
     width=128,
-    heads=4,
-    kv_heads=2,
+    heads=2,
+    kv_heads=1,
     mlp_width=384,
     seq=64,
     batch=16,

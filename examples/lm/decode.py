@@ -1,8 +1,8 @@
-"""Greedy decoding with a KV cache: the Llama of these examples, a few new tokens at a time.
+"""Greedy decoding with a KV cache: the Llama of these examples, a new token of each sequence at a time.
 
-``prefill`` runs a prompt, and ``generate`` then a token at a time, all of them in one compiled program. The cache of a
-layer holds the keys and values of the tokens so far, in bfloat16 or in NVFP4 with an amax for each token and head. Its
-capacity is fixed; what lies behind the last token is masked.
+``prefill`` runs prompts of any lengths, and ``generate`` then a token at a time, all of them in one compiled program.
+The cache of a layer holds the keys and values of the tokens so far, in bfloat16 or in NVFP4 with an amax for each token
+and head: a ``jnvfp4.attention.KVCache``. Its capacity is fixed (``check_room``).
 
 The weights of layers are a list here (``unstack``), each layer with arrays of its own. A loop over stacked ones would
 copy the weights of a layer before a kernel could read them, and reading weights is what takes the time here.
@@ -18,6 +18,7 @@ from jax import Array
 
 import jnvfp4
 from jnvfp4 import ROW_SCALED, NVFP4Tensor
+from jnvfp4.attention import KVCache, append_kv, decode_attention
 from lm.config import Config
 from lm.model import Linear, Tree, converted_linear, cross_entropy, embed, mlp, rms_norm, rotate, unembed
 
@@ -69,82 +70,82 @@ def unstack(params: Tree) -> Tree:
 
 # Cache
 
-
-class Cache(NamedTuple):
-    """Holds what a layer remembers of the tokens, arrays or NVFP4Tensors [batch, kv_heads, capacity, head_dim].
-
-    The heads are left of the tokens, so that the products of attention read the cache as it lies in memory.
-    """
-
-    keys: Any
-    values: Any
+CHUNK = 64  # tokens that a capacity is a multiple of
 
 
-def empty_cache(config: Config, batch: int, capacity: int, quantized: bool) -> Cache:
+def empty_cache(config: Config, batch: int, capacity: int, quantized: bool) -> KVCache:
     """Makes the cache of a layer.
 
     Args:
       config: sizes of the model.
       batch: number of sequences.
-      capacity: tokens of a sequence that it has room for.
+      capacity: tokens of a sequence that it has room for, at least.
       quantized: keep keys and values in NVFP4 instead of bfloat16.
     """
-
-    def zeros() -> Array | NVFP4Tensor:
-        x = jnp.zeros((batch, config.kv_heads, capacity, config.head_dim), jnp.bfloat16)
-        return jnvfp4.quantize(x, ROW_SCALED) if quantized else x
-
-    return Cache(zeros(), zeros())
+    shape = (batch, config.kv_heads, -(-capacity // CHUNK) * CHUNK, config.head_dim)
+    return KVCache.zeros(shape, jnp.float4_e2m1fn if quantized else jnp.bfloat16)
 
 
-def append(kept: Any, new: Array, position: Array | int) -> Any:
-    """Writes new keys or values [batch, kv_heads, tokens, head_dim] into those of a cache.
+def check_room(caches: Sequence[KVCache], lengths: Any, new: int) -> None:
+    """Raises if the caches have no room for ``new`` more tokens of sequences of these lengths, integers [batch]."""
+    capacity, needed = caches[0].keys.shape[2], int(max(lengths)) + new
+    if needed > capacity:
+        raise ValueError(
+            f"the cache is full: it has room for {capacity} tokens of a sequence, and {needed} are needed; make it "
+            "larger, generate fewer tokens, or end or shorten the longest sequences"
+        )
 
-    Each token has an amax of its own in each head, so what is in the cache stays as it is. Nothing else is written,
-    except on CPUs, where XLA converts all scales (float8) to float16 and back.
+
+def put_prompts(kept: Any, new: Array) -> Any:
+    """Puts the keys or values [batch, tokens, kv_heads, head_dim] of prompts at the beginning of an empty cache.
+
+    Each token has an amax of its own in each head. What is behind the end of a shorter prompt is not read, and is
+    overwritten.
     """
-    parts = jnvfp4.quantize(new, ROW_SCALED) if is_quantized(kept) else new
-    return jax.tree.map(lambda old, part: jax.lax.dynamic_update_slice_in_dim(old, part, position, 2), kept, parts)
+    rows = new.swapaxes(1, 2)
+    parts = jnvfp4.quantize(rows, ROW_SCALED) if is_quantized(kept) else rows
+    return jax.tree.map(lambda old, part: jax.lax.dynamic_update_slice_in_dim(old, part, 0, 2), kept, parts)
 
 
 # Layers
 
 
-def attend(q: Array, cache: Cache, position: Array | int) -> Array:
-    """Mixes the values in a cache for each of some queries, which see themselves and what was before them.
+def attend(q: Array, k: Array, v: Array, cache: KVCache, positions: Array) -> tuple[Array, KVCache]:
+    """Attends to all tokens so far, and puts the new ones into the cache.
 
     Args:
-      q: [batch, tokens, heads, head_dim].
-      cache: of the layer, the keys and values of these tokens included.
-      position: of the first query.
+      q: [batch, tokens, heads, head_dim]: prompts, or one token of each sequence.
+      k: [batch, tokens, kv_heads, head_dim].
+      v: of the same shape.
+      cache: of the layer; empty before prompts.
+      positions: int32 [batch], of the first of the tokens. That of a sequence that has ended is -1.
 
     Returns:
-      [batch, tokens, heads * head_dim].
+      [batch, tokens, heads * head_dim], and the cache.
     """
-    keys, values = (jnvfp4.dequantize(kept, jnp.bfloat16) if is_quantized(kept) else kept for kept in cache)
-    batch, tokens, _, depth = q.shape
-    kv_heads, capacity = keys.shape[1:3]
-    # The queries that share a key are rows of one product: nothing is repeated.
-    grouped = q.reshape(batch, tokens, kv_heads, -1, depth).transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, depth)
-    scores = jnp.einsum("bhmd,bhcd->bhmc", grouped, keys, preferred_element_type=jnp.float32) * depth**-0.5
-    visible = jnp.arange(capacity) <= position + jnp.arange(grouped.shape[2])[:, None] % tokens
-    shares = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(q.dtype)
-    mixed = jnp.einsum("bhmc,bhcd->bhmd", shares, values, preferred_element_type=jnp.float32).astype(q.dtype)
-    return mixed.reshape(batch, kv_heads, -1, tokens, depth).transpose(0, 3, 1, 2, 4).reshape(batch, tokens, -1)
+    if q.shape[1] == 1:
+        cache = append_kv(cache, k[:, 0], v[:, 0], positions)
+        mixed = decode_attention(q[:, 0], cache, positions + 1)
+    else:
+        cache = KVCache(put_prompts(cache.keys, k), put_prompts(cache.values, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return mixed.reshape(*q.shape[:2], -1), cache
 
 
 # Compiled, or traced into a larger program, once for all layers.
 @partial(jax.jit, static_argnames=("config", "linear"))
-def block(x: Array, layer: Tree, cache: Cache, position: Array, config: Config, linear: Linear) -> tuple[Array, Cache]:
+def block(
+    x: Array, layer: Tree, cache: KVCache, positions: Array, config: Config, linear: Linear
+) -> tuple[Array, KVCache]:
     """Runs a layer on x [batch, tokens, width] and appends their keys and values to its cache."""
     linear = on_rows(linear)
     unused = jax.random.split(jax.random.key(0), 4)  # nothing rounds stochastically
     normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
     qkv = linear(normed, layer["qkv"], unused[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
-    q, k = (rotate(part, config.rotary_base, position) for part in (q, k))
-    cache = Cache(*(append(kept, new.swapaxes(1, 2), position) for kept, new in zip(cache, (k, v), strict=True)))
-    x = x + linear(attend(q, cache, position), layer["attention_out"], unused[1], "attention_out")
+    q, k = (rotate(part, config.rotary_base, positions) for part in (q, k))
+    mixed, cache = attend(q, k, v, cache, positions)
+    x = x + linear(mixed, layer["attention_out"], unused[1], "attention_out")
     normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)
     return x + mlp(normed, layer, config, linear, unused[2:]), cache
 
@@ -155,15 +156,22 @@ next_logits = jax.jit(unembed, static_argnames="config")  # without it prefill w
 
 
 def forward(
-    params: Tree, tokens: Array, caches: Sequence[Cache], position: Array, config: Config, linear: Linear
-) -> tuple[Array, list[Cache]]:
-    """Runs some tokens of each sequence after those in the caches.
+    params: Tree,
+    tokens: Array,
+    caches: Sequence[KVCache],
+    positions: Array,
+    last: Array,
+    config: Config,
+    linear: Linear,
+) -> tuple[Array, list[KVCache]]:
+    """Runs prompts, or one token of each sequence after those in the caches.
 
     Args:
       params: weights as ``unstack`` makes them.
       tokens: integers [batch, tokens].
       caches: one for each layer.
-      position: of the first of the tokens, int32 ().
+      positions: of the first of the tokens, int32 [batch].
+      last: which of the tokens is the last one of its sequence, int32 [batch].
       config: sizes of the model.
       linear: product of the linear layers: ``converted_linear``, ``row_scaled_linear`` or ``calibrated_linear``.
 
@@ -173,9 +181,10 @@ def forward(
     x = embed(tokens, params["embedding"]).astype(jnp.bfloat16)
     new = []
     for layer, cache in zip(params["layers"], caches, strict=True):
-        x, cache = block(x, layer, cache, position, config, linear)
+        x, cache = block(x, layer, cache, positions, config, linear)
         new.append(cache)
-    return next_logits(x[:, -1], {name: params[name] for name in ("norm", "head")}, config), new
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    return next_logits(x, {name: params[name] for name in ("norm", "head")}, config), new
 
 
 def greedy(logits: Array) -> Array:
@@ -183,45 +192,73 @@ def greedy(logits: Array) -> Array:
 
 
 def prefill(
-    params: Tree, tokens: Array, capacity: int, config: Config, linear: Linear, quantized_cache: bool = False
-) -> tuple[Array, list[Cache]]:
+    params: Tree,
+    tokens: Array,
+    lengths: Array,
+    capacity: int,
+    config: Config,
+    linear: Linear,
+    quantized_cache: bool = False,
+) -> tuple[Array, list[KVCache]]:
     """Runs prompts, layer by layer; a compiled layer serves all.
 
+    Args:
+      params: weights as ``unstack`` makes them.
+      tokens: integers [batch, longest prompt]; what follows the end of a shorter prompt may be anything.
+      lengths: of the prompts, int32 [batch].
+      capacity: tokens of a sequence that the caches get room for, at least.
+      config: sizes of the model.
+      linear: as in ``forward``.
+      quantized_cache: keep keys and values in NVFP4.
+
     Returns:
-      the first new token of each sequence, int32 [batch], and caches with room for ``capacity`` tokens.
+      the first new token of each sequence, int32 [batch], and the caches.
     """
     caches = [empty_cache(config, tokens.shape[0], capacity, quantized_cache) for _ in params["layers"]]
-    logits, caches = forward(params, tokens, caches, jnp.int32(0), config, linear)
+    check_room(caches, [tokens.shape[1]], 0)
+    logits, caches = forward(params, tokens, caches, jnp.zeros_like(lengths), lengths - 1, config, linear)
     return greedy(logits), caches
 
 
-@partial(jax.jit, static_argnames=("steps", "config", "linear"), donate_argnames="caches")
+@partial(jax.jit, static_argnames=("steps", "config", "linear", "stop"), donate_argnames="caches")
 def generate(
-    params: Tree, token: Array, caches: list[Cache], position: Array, steps: int, config: Config, linear: Linear
-) -> tuple[Array, list[Cache]]:
+    params: Tree,
+    token: Array,
+    caches: list[KVCache],
+    positions: Array,
+    steps: int,
+    config: Config,
+    linear: Linear,
+    stop: int = -1,
+) -> tuple[Array, list[KVCache], Array]:
     """Generates tokens, in each step the most probable one after those before.
 
     Args:
       params: weights as ``unstack`` makes them.
       token: the last token of each sequence, int32 [batch], which is not in the caches yet.
-      caches: of the tokens before it. They are donated: the new tokens are written in place.
-      position: of ``token``, int32 ().
+      caches: of the tokens before it, with room for the new ones (``check_room``). They are donated: the new tokens are
+        written in place.
+      positions: of ``token``, int32 [batch]; -1 for a sequence that has ended, which costs no attention.
       steps: number of tokens to generate.
       config: sizes of the model.
       linear: as in ``forward``.
+      stop: the token that ends a sequence; -1 if none does.
 
     Returns:
-      the new tokens, int32 [batch, steps], and the caches.
+      the new tokens, int32 [batch, steps], ``stop`` where a sequence has ended; the caches; and the positions of the
+      last tokens, with which it can go on.
     """
 
-    def step(carry: tuple[Array, list[Cache], Array], _: None) -> tuple[tuple[Array, list[Cache], Array], Array]:
-        token, caches, position = carry
-        logits, caches = forward(params, token[:, None], caches, position, config, linear)
-        token = greedy(logits)
-        return (token, caches, position + 1), token
+    def step(carry: tuple[Array, list[KVCache], Array], _: None) -> tuple[tuple[Array, list[KVCache], Array], Array]:
+        token, caches, positions = carry
+        positions = jnp.where(token == stop, -1, positions)
+        first = jnp.zeros_like(positions)
+        logits, caches = forward(params, token[:, None], caches, positions, first, config, linear)
+        token = jnp.where(positions < 0, stop, greedy(logits))
+        return (token, caches, jnp.where(positions < 0, -1, positions + 1)), token
 
-    (_, caches, _), tokens = jax.lax.scan(step, (token, caches, position), length=steps)
-    return tokens.T, caches
+    (_, caches, positions), tokens = jax.lax.scan(step, (token, caches, positions), length=steps)
+    return tokens.T, caches, positions
 
 
 @partial(jax.jit, static_argnames=("config", "linear", "quantized_cache"))
@@ -230,12 +267,13 @@ def forced_loss(
 ) -> Array:
     """Returns the mean loss of a batch [sequences, seq + 1], whose tokens run one at a time through the cache."""
     caches = [empty_cache(config, batch.shape[0], batch.shape[1] - 1, quantized_cache) for _ in params["layers"]]
+    first = jnp.zeros(batch.shape[0], jnp.int32)
 
-    def step(carry: tuple[list[Cache], Array], tokens: Array) -> tuple[tuple[list[Cache], Array], Array]:
-        caches, position = carry
-        logits, caches = forward(params, tokens[:1].T, caches, position, config, linear)
-        return (caches, position + 1), cross_entropy(logits, tokens[1])
+    def step(carry: tuple[list[KVCache], Array], tokens: Array) -> tuple[tuple[list[KVCache], Array], Array]:
+        caches, positions = carry
+        logits, caches = forward(params, tokens[:1].T, caches, positions, first, config, linear)
+        return (caches, positions + 1), cross_entropy(logits, tokens[1])
 
     pairs = jnp.stack([batch[:, :-1].T, batch[:, 1:].T], axis=1)  # [seq, token and target, sequences]
-    _, losses = jax.lax.scan(step, (caches, jnp.int32(0)), pairs)
+    _, losses = jax.lax.scan(step, (caches, first), pairs)
     return jnp.mean(losses)

@@ -180,11 +180,12 @@ def rotate(x: Array, base: float, start: Array | int = 0) -> Array:
     Args:
       x: queries or keys.
       base: of the angles.
-      start: position of the first of them.
+      start: position of the first of them, of all sequences or of each [batch].
     """
     half = x.shape[-1] // 2
-    angle = (start + jnp.arange(x.shape[1]))[:, None] * base ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    position = jnp.asarray(start)[..., None] + jnp.arange(x.shape[1])
+    angle = position[..., None] * base ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
