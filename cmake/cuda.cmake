@@ -55,7 +55,8 @@ message(STATUS "jnvfp4: this takes minutes; `pip install -C cmake.define.JNVFP4_
   "`-C cmake.define.JNVFP4_CUDA_TARGETS=90a` for one kind of GPU, here Hopper")
 
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC NOMINSIZE
-  ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/matmul/launch.cc ffi/cuda/matmul/cublaslt/library.cc
+  ffi/cuda/module.cc ffi/cuda/handlers.cc ffi/cuda/attention/launch.cc ffi/cuda/matmul/launch.cc
+  ffi/cuda/matmul/cublaslt/library.cc
   ffi/cuda/matmul/cublaslt/gemm.cc ffi/cuda/matmul/cublaslt/nvfp4.cc
   ffi/cuda/matmul/sm90/maps.cc ${JNVFP4_PLAN})
 set_source_files_properties(ffi/cuda/handlers.cc PROPERTIES COMPILE_OPTIONS -O1)  # it checks and launches
@@ -77,11 +78,14 @@ jnvfp4_cuda_objects(jnvfp4_matmul FLAGS ${generic} FILES
   ffi/cuda/matmul/sm80/nvfp4_blocks_small_m.cu ffi/cuda/matmul/sm80/nvfp4_blocks.cu
   ffi/cuda/matmul/sm80/dense_elements.cu
   ffi/cuda/matmul/decode.cu ffi/cuda/matmul/epilogue.cu ffi/cuda/matmul/cublaslt/prepare.cu)
+jnvfp4_cuda_objects(jnvfp4_attention FLAGS ${generic} FILES
+  ffi/cuda/attention/sm80/attend.cu ffi/cuda/attention/combine.cu ffi/cuda/attention/append_kv.cu)
 # Kernels with instructions of Hopper alone. Without them the plan takes other kernels.
 if("90a" IN_LIST targets)
-  jnvfp4_cuda_objects(jnvfp4_matmul_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
+  jnvfp4_cuda_objects(jnvfp4_sm90a FLAGS "SHELL:-gencode arch=compute_90a,code=sm_90a" FILES
     ffi/cuda/matmul/sm90/f16_fused.cu ffi/cuda/matmul/sm90/bf16_fused.cu ffi/cuda/matmul/sm90/small_m.cu
     ffi/cuda/matmul/sm90/windows.cu ffi/cuda/matmul/sm90/pinned.cu ffi/cuda/matmul/sm90/f16_grouped.cu ffi/cuda/matmul/sm90/bf16_grouped.cu
     ffi/cuda/matmul/sm90/grouped_small_m.cu ffi/cuda/matmul/sm90/grouped.cu
-    ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu ffi/cuda/matmul/sm90/launchers.cu)
+    ffi/cuda/matmul/sm90/prepare.cu ffi/cuda/matmul/sm90/fused.cu ffi/cuda/matmul/sm90/launchers.cu
+    ffi/cuda/attention/sm90/attend.cu)
 endif()

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "arrays.h"
+#include "kv_cache.h"
 #include "spec.h"
 
 namespace jnvfp4 {
@@ -110,6 +111,27 @@ struct EpilogueArgs {
   MatmulOperand a, b;
   MatmulResult result;
   GemmShape shape;
+};
+
+// One query token of each sequence over its cache.
+struct DecodeAttentionArgs {
+  const void* q;  // batch x kv_heads x group x depth, of bfloat16 or float16 as `out`
+  void* out;
+  Float kind;
+  KvRows keys, values;
+  KvCacheShape cache;
+  const int32_t* lengths;  // of each sequence: the tokens that count
+  int64_t group;
+  float sm_scale;
+};
+
+// A new row of each sequence and kv head, at the sequence's position.
+struct AppendKvArgs {
+  const void *k, *v;  // batch x kv_heads x depth
+  Float kind;
+  KvRowsOut keys, values;
+  KvCacheShape cache;
+  const int32_t* positions;
 };
 
 }  // namespace jnvfp4

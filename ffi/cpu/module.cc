@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "../plan/decode_attention.h"
 #include "../plan/grouped.h"
 #include "../plan/matmul.h"
 #include "../plan/sm90_fused.h"
@@ -17,7 +18,8 @@
 #include "parallel.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, Matmul, GroupedMatmul;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, Matmul, GroupedMatmul, DecodeAttention,
+    AppendKv;
 }
 
 namespace {
@@ -61,6 +63,18 @@ Answer plan_groups(int64_t rows, int64_t groups, int64_t cols, int64_t depth, st
   return answer(kGroupedKernels, problem, {capability, built_for}, wanted);
 }
 
+// Bytes of scratch, and why no kernel runs there, or an empty text.
+std::tuple<int64_t, std::string> plan_attention(int64_t batch, int64_t kv_heads, int64_t group, int64_t head_dim,
+                                                int64_t tokens, int capability) {
+  const DecodeAttentionProblem problem{batch, kv_heads, group, head_dim, tokens};
+  const Device device{capability};
+  if (const auto* row = kDecodeAttentionKernels.plan(problem, device)) return {row->scratch_bytes(problem), ""};
+  std::string reason;
+  for (const auto& row : kDecodeAttentionKernels)
+    if (row.devices.include(capability)) reason = row.why_not(problem, device);
+  return {0, reason};
+}
+
 template <class Problem>
 nb::tuple names_of(const KernelTable<Problem>& kernels) {
   nb::list names;
@@ -77,7 +91,9 @@ NB_MODULE(_cpu, m) {
                             {"nvfp4_dequantize", Dequantize},
                             {"nvfp4_transpose", Transpose},
                             {"nvfp4_matmul", Matmul},
-                            {"nvfp4_grouped_matmul", GroupedMatmul}});
+                            {"nvfp4_grouped_matmul", GroupedMatmul},
+                            {"nvfp4_decode_attention", DecodeAttention},
+                            {"nvfp4_append_kv", AppendKv}});
   m.def("isa", [] { return jnvfp4::kIsaNames[static_cast<int>(jnvfp4::isa())].first; });
   m.def("use_isa", [](std::string_view name) {
     for (const auto& [known, value] : jnvfp4::kIsaNames)
@@ -105,8 +121,11 @@ NB_MODULE(_cpu, m) {
   m.def("plan_grouped", plan_groups, nb::arg("rows"), nb::arg("groups"), nb::arg("cols"), nb::arg("depth"),
         nb::arg("a"), nb::arg("out"), nb::arg("pinned"), nb::arg("capability"), nb::arg("built_for"),
         nb::arg("wanted"));
+  m.def("plan_decode_attention", plan_attention, nb::arg("batch"), nb::arg("kv_heads"), nb::arg("group"),
+        nb::arg("head_dim"), nb::arg("tokens"), nb::arg("capability"));
   m.attr("matmul_kernels") = names_of(kMatmulKernels);
   m.attr("grouped_kernels") = names_of(kGroupedKernels);
+  m.attr("attention_kernels") = names_of(kDecodeAttentionKernels);
   m.attr("any_gpu") = jnvfp4::kAnyGpu;
   m.attr("newest_cublaslt") = jnvfp4::kNewestCublasLt;
 }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "../calls/attention.h"
 #include "../calls/dequantize.h"
 #include "../calls/grouped_matmul.h"
 #include "../calls/matmul.h"
@@ -74,6 +75,14 @@ ffi::Error epilogue(cudaStream_t stream, const EpilogueArgs& args) {
   return launched("matmul_nt", launch_epilogue(args, stream));
 }
 
+ffi::Error decode_attention(cudaStream_t stream, const DecodeAttentionArgs& args, std::string_view kernel,
+                            void* scratch) {
+  return launched("decode_attention", launch_decode_attention(args, kernel, scratch, stream));
+}
+ffi::Error append_kv(cudaStream_t stream, const AppendKvArgs& args) {
+  return launched("append_kv", launch_append_kv(args, stream));
+}
+
 template <class Binding>
 auto on_stream(Binding binding) {
   return std::move(binding).template Ctx<ffi::PlatformStream<cudaStream_t>>();
@@ -98,6 +107,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupedMatmul, (grouped_matmul_call<cudaStream_t, 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Decode, (decode_call<cudaStream_t, decode>), on_stream(decode_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Epilogue, (epilogue_call<cudaStream_t, epilogue>), on_stream(epilogue_binding()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DecodeAttention, (decode_attention_call<cudaStream_t, decode_attention, current_device>),
+                              on_stream(decode_attention_binding()), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AppendKv, (append_kv_call<cudaStream_t, append_kv>), on_stream(append_kv_binding()),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jnvfp4

@@ -28,6 +28,10 @@ cudaError_t launch_grouped(const GroupedArgs& args, std::string_view kernel, voi
 cudaError_t launch_decode(const DecodeArgs& args, cudaStream_t stream);
 cudaError_t launch_epilogue(const EpilogueArgs& args, cudaStream_t stream);
 
+cudaError_t launch_decode_attention(const DecodeAttentionArgs& args, std::string_view kernel, void* scratch,
+                                    cudaStream_t stream);
+cudaError_t launch_append_kv(const AppendKvArgs& args, cudaStream_t stream);
+
 // The copy of cuBLASLt that products call, or why there is none.
 struct CublasLtCopy {
   std::string path;

@@ -11,7 +11,8 @@
 #include "kernels.h"
 
 extern "C" {
-jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, Matmul, GroupedMatmul, Decode, Epilogue;
+jnvfp4::Handler Quantize, QuantizePair, RhtAmax, Dequantize, Transpose, Matmul, GroupedMatmul, Decode, Epilogue,
+    DecodeAttention, AppendKv;
 }
 
 namespace nb = nanobind;
@@ -25,7 +26,9 @@ NB_MODULE(_cuda, m) {
                             {"nvfp4_matmul", Matmul},
                             {"nvfp4_grouped_matmul", GroupedMatmul},
                             {"nvfp4_decode", Decode},
-                            {"nvfp4_epilogue", Epilogue}});
+                            {"nvfp4_epilogue", Epilogue},
+                            {"nvfp4_decode_attention", DecodeAttention},
+                            {"nvfp4_append_kv", AppendKv}});
   m.attr("built_for") = JNVFP4_CUDA_BUILT_FOR;
   m.attr("cuda_version") = CUDART_VERSION;  // of the runtime that is linked: 1000 * major + 10 * minor
   // (path, version, reason why there is none); `path` is of the copy to load if the process has loaded none.

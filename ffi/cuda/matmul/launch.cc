@@ -14,19 +14,13 @@ const Launchers<MatmulArgs> kInEveryBuild({{"sm80_nvfp4_blocks_small_m", blocks_
                                            {"sm80_dense_elements", elements},
                                            {"sm100_cublaslt_nvfp4", launch_sm100_cublaslt_nvfp4}});
 
-template <class Args>
-cudaError_t launch(std::string_view kernel, const Args& args, void* scratch, cudaStream_t stream) {
-  const auto found = Launchers<Args>::known().find(kernel);
-  return found == Launchers<Args>::known().end() ? cudaErrorInvalidValue : found->second(args, scratch, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_matmul(const MatmulArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream) {
-  return launch(kernel, args, scratch, stream);
+  return Launchers<MatmulArgs>::launch(kernel, args, scratch, stream);
 }
 cudaError_t launch_grouped(const GroupedArgs& args, std::string_view kernel, void* scratch, cudaStream_t stream) {
-  return launch(kernel, args, scratch, stream);
+  return Launchers<GroupedArgs>::launch(kernel, args, scratch, stream);
 }
 
 }  // namespace jnvfp4

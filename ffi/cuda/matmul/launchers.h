@@ -1,4 +1,4 @@
-// The launchers of products, among which launch.cc chooses.
+// The launchers of kernels that a plan names, and those of products.
 #pragma once
 
 #include <initializer_list>
@@ -21,6 +21,10 @@ class Launchers {
   static Known& known() {
     static Known all;
     return all;
+  }
+  static cudaError_t launch(std::string_view kernel, const Args& args, void* scratch, cudaStream_t stream) {
+    const auto found = known().find(kernel);
+    return found == known().end() ? cudaErrorInvalidValue : found->second(args, scratch, stream);
   }
 };
 

@@ -1,0 +1,522 @@
+// Decode attention over an NVFP4 KV cache on Hopper: the results of segments.
+//
+// Warps stream chunks of 64 tokens through private rings of shared memory: a slot holds the codes, block scales and
+// amaxes of K or of V of a chunk. A chunk's result (largest score, sum of weights, weighted sum of V) has references of
+// its own; chunks are merged in ascending order. So it does not matter who computes a chunk: a warp takes whole
+// segments, or four warps share one where there are few.
+//
+//   scores   A = K, 16 tokens x 16 of D: lane t of a quad owns D / 4 neighbours. B = q^T, 8 heads.
+//   weights  p = 2^(x - m) sums to l in float32; P = p * amax of the V row, in float16.
+//   values   A = V^T, 16 of D x 16 tokens. B = P^T, by movmatrix.
+//
+// V needs no transpose: words of two tokens are joined before they are decoded, so that decoding eight codes gives
+// pairs (k, k + 4) that are two tokens of one element each.
+#pragma once
+
+#include <type_traits>
+
+#include "../../../core/args.h"
+#include "../../../plan/decode_attention.h"
+#include "../../matmul/decode.cuh"
+#include "../../matmul/sm90/launch.cuh"
+#include "../../matmul/sm90/ptx.cuh"
+#include "../partial.cuh"
+
+namespace jnvfp4::attention {
+
+constexpr int kAhead = 4;         // items that a warp has taken and not ended, at most
+constexpr int kLeader = 4;        // warps that share a segment
+constexpr int kMostBatch = 512;   // sequences of a launch: their lengths are in shared memory
+constexpr int kWeightPower = 14;  // P is at most 2^15, below the largest float16
+
+// ---------------------------------------------------------------- instructions
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t m) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(m));
+  return r;
+}
+__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ float load_sharedf(uint32_t a) { return float_of(load_shared32(a)); }
+__device__ __forceinline__ float4 load_shared4(uint32_t a) {
+  const uint4 v = load_shared128(a);
+  return make_float4(float_of(v.x), float_of(v.y), float_of(v.z), float_of(v.w));
+}
+
+// Decode<F16>::eight with one instruction less: where signs and magnitudes are joined, what else the signs have is
+// taken from neither. The compiler would take this for the same thing as two masks.
+__device__ __forceinline__ uint32_t join(uint32_t signs, uint32_t magnitudes) {
+  uint32_t r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xd8;" : "=r"(r) : "r"(signs), "r"(magnitudes), "r"(0x0e0e0e0eu));
+  return r;
+}
+__device__ __forceinline__ void decode_eight(uint32_t codes, uint32_t scale, uint32_t (&pair)[4]) {
+  uint32_t signs = codes & 0x88888888u;
+  asm("" : "+r"(signs));  // else its shift is computed from the codes, by two instructions more
+  const uint32_t odd = join(signs, codes >> 3), even = join(signs << 4, codes << 1);
+  pair[0] = multiply_halves(__byte_perm(even, 0, 0x2404), scale);
+  pair[1] = multiply_halves(__byte_perm(odd, 0, 0x2404), scale);
+  pair[2] = multiply_halves(even & 0xff00ff00u, scale), pair[3] = multiply_halves(odd & 0xff00ff00u, scale);
+}
+
+// ---------------------------------------------------------------- shared memory
+template <int D, int kWarps, int kSlots>
+struct Layout {
+  static constexpr int kCodes = kChunkTokens * D / 2, kScales = kChunkTokens * D / 16, kAmaxes = kChunkTokens * 4;
+  static constexpr int kScalesAt = kCodes, kAmaxesAt = kCodes + kScales;
+  static constexpr int kSlot = kCodes + kScales + kAmaxes;
+  static constexpr int kSums = 32 * D;  // of the 8 x D accumulators of a warp, in bytes
+  static constexpr int kSumsAt = kWarps * kSlots * kSlot;
+  static constexpr int kBytes = kSumsAt + kWarps * kSums;
+};
+
+// ---------------------------------------------------------------- items
+// A segment of one sequence and kv head, for up to 8 of its query heads.
+struct Item {
+  int sequence, row, octet, segment, first, tokens;  // row = sequence * kv_heads + kv head; octet: of query heads
+  __device__ __forceinline__ int chunks() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
+};
+
+struct Work {
+  int first_of[kMostBatch + 1];  // items before each sequence
+  int length_of[kMostBatch];
+  int next;
+
+  // By one warp.
+  __device__ __forceinline__ void fill(const Args& a, int lane) {
+    int sum = 0;
+    for (int b0 = 0; b0 < a.batch; b0 += 32) {
+      const bool there = b0 + lane < a.batch;
+      const int length = there ? a.length(b0 + lane) : 0;
+      int n = num_segments(length) * a.kv_heads * a.octets();
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int before = __shfl_up_sync(~0u, n, d);
+        if (lane >= d) n += before;
+      }
+      if (there) length_of[b0 + lane] = length, first_of[b0 + lane + 1] = sum + n;
+      sum += __shfl_sync(~0u, n, 31);
+    }
+    if (lane == 0) first_of[0] = 0, next = 0;
+  }
+
+  __device__ __forceinline__ Item open(const Args& a, int item) const {
+    int low = 0, high = a.batch;  // the last sequence with first_of <= item
+    while (high - low > 1) {
+      const int mid = (low + high) / 2;
+      if (first_of[mid] <= item)
+        low = mid;
+      else
+        high = mid;
+    }
+    const int length = length_of[low], each = segment_tokens(length), n = (length + each - 1) / each;
+    int rest = item - first_of[low];
+    Item i{};
+    i.sequence = low;
+    i.octet = rest % a.octets(), rest /= a.octets();
+    i.row = low * a.kv_heads + rest / n, i.segment = rest % n;
+    i.first = i.segment * each, i.tokens = min(each, length - i.first);
+    return i;
+  }
+};
+
+// ---------------------------------------------------------------- the kernel
+// Two scores of a lane, for query heads 2t and 2t + 1: each value below is a pair of that kind.
+struct State {
+  float m[2], v[2], l[2];  // references of scores and of sums, sum of weights
+};
+
+// Merges `next` into `state`: the factors of the sums of both.
+__device__ __forceinline__ void merge(State& state, const State& next, float (&keep)[2], float (&add)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float m = fmaxf(state.m[i], next.m[i]), v = fmaxf(state.v[i], next.v[i]);
+    state.l[i] = __fmaf_rn(next.l[i], exp2_approx(next.m[i] - m), state.l[i] * exp2_approx(state.m[i] - m));
+    keep[i] = exp2_approx(state.v[i] - v), add[i] = exp2_approx(next.v[i] - v);
+    state.m[i] = m, state.v[i] = v;
+  }
+}
+__device__ __forceinline__ float4 merged(float4 sum, float4 next, const float (&keep)[2], const float (&add)[2]) {
+  return make_float4(__fmaf_rn(next.x, add[0], sum.x * keep[0]), __fmaf_rn(next.y, add[1], sum.y * keep[1]),
+                     __fmaf_rn(next.z, add[0], sum.z * keep[0]), __fmaf_rn(next.w, add[1], sum.w * keep[1]));
+}
+
+// Which of 8 tokens is row g of a tile of K. Neighbouring quads then read V rows of both parities: fewer bank
+// conflicts.
+__device__ __forceinline__ int token_of(int g) { return g ^ (g >> 1 & 1); }
+
+template <int D>
+struct Query {
+  uint32_t pair[D / 32][4];  // B operands of D / 16 steps
+  float factor[2];           // of scores of heads 2t and 2t + 1, but for the amax of K
+
+  __device__ __forceinline__ void load(const Args& a, const Item& item, int g, int t) {
+    const int head = item.octet * 8 + g;
+    const bool there = head < a.group;
+    const int64_t at = (int64_t{item.row} * a.group + head) * D + t * (D / 4);
+    float f[D / 4], big = 0.0f;
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      if (there) v = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a.q) + at) + c);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) f[c * 8 + i] = element(a, (&v.x)[i / 2], i % 2);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 4; ++i) big = fmaxf(big, fabsf(f[i]));
+    big = fmaxf(big, __shfl_xor_sync(~0u, big, 1)), big = fmaxf(big, __shfl_xor_sync(~0u, big, 2));
+    // 2^(14 - e) brings the largest into [2^14, 2^15): bfloat16 is then exact in float16 down to 2^-31 of it.
+    const int e = max(static_cast<int>(bits_of(big) >> 23), 20) - 127;
+    const float up = float_of(static_cast<uint32_t>(14 - e + 127) << 23),
+                down = float_of(static_cast<uint32_t>(e + 127) << 23);
+#pragma unroll
+    for (int c = 0; c < D / 32; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pair[c][i] = f16_pair(f[c * 8 + i] * up, f[c * 8 + i + 4] * up);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) factor[i] = __shfl_sync(~0u, down, t * 8 + 4 * i) * a.score_factor;
+  }
+  static __device__ __forceinline__ float element(const Args& a, uint32_t two, bool high) {
+    return a.f16 ? half_of<F16>(two, high) : half_of<Bf16>(two, high);
+  }
+};
+
+// Scores of a chunk: x[s][i] of token 16 s + token_of(g) + 8 (i / 2) and head 2t + i % 2, in powers of two.
+template <int D, class L>
+__device__ __forceinline__ void scores(uint32_t slot, const Query<D>& q, int g, int t, float (&x)[4][4]) {
+  constexpr int kRow = D / 2, kScaleRow = D / 16, kWords = D / 32;
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const int token = s * 16 + token_of(g);
+    const uint32_t row = slot + token * kRow + t * (D / 8),
+                   scale = slot + L::kScalesAt + token * kScaleRow + t * (D / 64);
+    uint32_t w0[kWords], w1[kWords], s0[kWords / 2], s1[kWords / 2];
+    if constexpr (D == 128) {
+      const uint4 u = load_shared128(row), v = load_shared128(row + 8 * kRow);
+      w0[0] = u.x, w0[1] = u.y, w0[2] = u.z, w0[3] = u.w, w1[0] = v.x, w1[1] = v.y, w1[2] = v.z, w1[3] = v.w;
+      Decode<F16>::scales(load_shared<uint16_t>(scale), s0[0], s0[1]);
+      Decode<F16>::scales(load_shared<uint16_t>(scale + 8 * kScaleRow), s1[0], s1[1]);
+    } else {
+      const uint2 u = load_shared64(row), v = load_shared64(row + 8 * kRow);
+      w0[0] = u.x, w0[1] = u.y, w1[0] = v.x, w1[1] = v.y;
+      Decode<F16>::scales(load_shared8(scale) | load_shared8(scale + 8 * kScaleRow) << 8, s0[0], s1[0]);
+    }
+    float d[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t p0[4], p1[4];
+      decode_eight(w0[i], s0[i / 2], p0), decode_eight(w1[i], s1[i / 2], p1);
+      mma(d[0], p0[0], p1[0], p0[1], p1[1], q.pair[i][0], q.pair[i][1]);
+      mma(d[1], p0[2], p1[2], p0[3], p1[3], q.pair[i][2], q.pair[i][3]);
+    }
+    const uint32_t amax = slot + L::kAmaxesAt + token * 4;
+    const float a0 = load_sharedf(amax), a1 = load_sharedf(amax + 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[s][i] = (d[0][i] + d[1][i]) * ((i < 2 ? a0 : a1) * q.factor[i % 2]);
+  }
+}
+
+// Makes the V of tokens that are not there zero: it may be NaN.
+template <int D, class L>
+__device__ __forceinline__ void clear_behind(uint32_t slot, int left, int lane) {
+  for (int token = lane; token < kChunkTokens; token += 32) {
+    if (token < left) continue;
+    store_shared(slot + L::kAmaxesAt + token * 4, 0.0f);
+    for (int i = 0; i < D / 64; ++i) store_shared(slot + L::kScalesAt + token * (D / 16) + 4 * i, 0.0f);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before the copy that comes next to the slot
+  __syncwarp();
+}
+
+// From scores to weights, as B operands of the values.
+template <class L>
+__device__ __forceinline__ void weights(uint32_t slot, int lane, const float (&x)[4][4], State& state,
+                                        uint32_t (&b)[4][2]) {
+  const int g = lane / 4;
+  const uint2 both = load_shared64(slot + L::kAmaxesAt + lane * 8);
+  const uint32_t mine = max(both.x & kMagnitude, both.y & kMagnitude);
+  const int e = bounded_exponent(__reduce_max_sync(~0u, mine));
+  const float up = float_of(static_cast<uint32_t>(kWeightPower - e + 127) << 23);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) state.v[i] = state.m[i] + static_cast<float>(e), state.l[i] = 0.0f;
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const int token = s * 16 + token_of(g);
+    const uint32_t amax = slot + L::kAmaxesAt + token * 4;
+    const float a[2] = {load_sharedf(amax) * up, load_sharedf(amax + 32) * up};
+    float p[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      p[i] = exp2_approx(x[s][i] - state.m[i % 2]);
+      state.l[i % 2] += p[i];
+      p[i] *= a[i / 2];
+    }
+    b[s][0] = transpose_matrix(f16_pair(p[0], p[1])), b[s][1] = transpose_matrix(f16_pair(p[2], p[3]));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) state.l[i] += __shfl_xor_sync(~0u, state.l[i], d);
+}
+
+// acc[j]: elements g * D / 8 + 2j and the next, of heads 2t and 2t + 1: (2j, 2t), (2j, 2t + 1), (2j + 1, 2t), ...
+template <int D, class L>
+__device__ __forceinline__ void values(uint32_t slot, int g, int t, const uint32_t (&b)[4][2],
+                                       float (&acc)[D / 16][4]) {
+  constexpr int kRow = D / 2, kScaleRow = D / 16;
+#pragma unroll
+  for (int s = 0; s < 4; ++s) {
+    const int token[2] = {s * 16 + token_of(2 * t), s * 16 + token_of(2 * t + 1)};
+    uint32_t w[4][D / 64], c[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int at = token[k % 2] + k / 2 * 8;
+      const uint32_t row = slot + at * kRow + g * (D / 16);
+      if constexpr (D == 128) {
+        const uint2 v = load_shared64(row);
+        w[k][0] = v.x, w[k][1] = v.y;
+      } else {
+        w[k][0] = load_shared32(row);
+      }
+      c[k] = load_shared8(slot + L::kScalesAt + at * kScaleRow + g * (D / 16) / 8);
+    }
+    uint32_t scale[2];  // each of two tokens
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(scale[k]) : "h"(static_cast<uint16_t>(c[2 * k] | c[2 * k + 1] << 8)));
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t select = half ? 0x7632 : 0x5410;
+        uint32_t p0[4], p1[4];
+        decode_eight(__byte_perm(w[0][i], w[1][i], select), scale[0], p0);
+        decode_eight(__byte_perm(w[2][i], w[3][i], select), scale[1], p1);
+        mma(acc[i * 4 + half * 2], p0[0], p0[1], p1[0], p1[1], b[s][0], b[s][1]);
+        mma(acc[i * 4 + half * 2 + 1], p0[2], p0[3], p1[2], p1[3], b[s][0], b[s][1]);
+      }
+  }
+}
+
+template <int D, bool kPaged, int kWarps, int kSlots>
+__global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Args a) {
+  using L = Layout<D, kWarps, kSlots>;
+  constexpr int kUnits = D / 32;  // of two tiles of accumulators, which four warps divide
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ Work work;
+  __shared__ __align__(8) uint64_t bars[kWarps * kSlots];
+  __shared__ float4 shared_heads[kWarps][4];  // m, l of heads 2t and 2t + 1
+  __shared__ int shared_exponent[kWarps];
+  __shared__ Item queue[kWarps][kAhead];  // items that a warp takes whole
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const uint32_t ring = shared_address(shared) + warp * kSlots * L::kSlot;
+  const uint32_t sums = shared_address(shared) + L::kSumsAt + warp * L::kSums + lane * 16;
+  const uint32_t bar = shared_address(&bars[warp * kSlots]);
+  if (lane < kSlots) barrier_init(bar + lane * 8, 3);
+  fence_barrier_init();
+  wait_for_previous_kernel();
+  if (warp == 0) work.fill(a, lane);
+  __syncthreads();
+  launch_dependents();
+  const int total = work.first_of[a.batch];
+  const int begin = static_cast<int>(int64_t{total} * blockIdx.x / gridDim.x);
+  const int end = static_cast<int>(int64_t{total} * (blockIdx.x + 1) / gridDim.x);
+  const bool share = total < a.share_below;
+  const int rank = share ? warp % kLeader : 0, step = share ? kLeader : 1;
+
+  // ------------------------------ copies: lanes 0 to 2 those of K, 3 to 5 those of V
+  const int part = lane % 3;
+  const void* const base = lane < 3 ? (part == 0   ? static_cast<const void*>(a.k.data)
+                                       : part == 1 ? a.k.scale
+                                                   : static_cast<const void*>(a.k.amax))
+                                    : (part == 0   ? static_cast<const void*>(a.v.data)
+                                       : part == 1 ? a.v.scale
+                                                   : static_cast<const void*>(a.v.amax));
+  const int bytes = part == 0 ? L::kCodes : part == 1 ? L::kScales : L::kAmaxes;
+  const uint32_t to = ring + (part == 0 ? 0 : part == 1 ? L::kScalesAt : L::kAmaxesAt);
+  int taken = 0;
+  int p_left = 0, p_chunk = 0, p_head = 0;  // chunks to copy; which one, over the whole cache; kv head
+  const int* p_page = nullptr;
+  const auto page = [&](const int* p) {
+    return min(max(__ldg(p), 0), a.num_pages - 1) * a.kv_heads + p_head;
+  };
+  const auto take = [&] {
+    for (p_left = 0; p_left == 0;) {
+      int item = warp / kLeader + taken * (kWarps / kLeader);
+      if (!share) {
+        if (lane == 0) item = atomicAdd(&work.next, 1);
+        item = __shfl_sync(~0u, item, 0);
+      }
+      item += begin;
+      const Item i = item < end ? work.open(a, item) : Item{};
+      if (!share && lane == 0) queue[warp][taken % kAhead] = i;
+      ++taken;
+      if (item >= end) return;
+      p_left = (i.chunks() - rank + step - 1) / step;
+      if (p_left <= 0) {
+        p_left = 0;
+        continue;
+      }
+      const int chunk = i.first / kChunkTokens + rank;
+      if constexpr (kPaged) {
+        p_head = i.row % a.kv_heads, p_page = a.pages + int64_t{i.sequence} * (a.tokens / kChunkTokens) + chunk;
+        p_chunk = page(p_page);
+      } else {
+        p_chunk = i.row * (a.tokens / kChunkTokens) + chunk;
+      }
+    }
+  };
+  take();
+  // Copies a half, K or V, of the next chunk; behind V comes another chunk.
+  const auto copy = [&](int slot, auto is_v) {
+    constexpr bool kV = decltype(is_v)::value;
+    if (p_left <= 0) return;
+    if (lane / 3 == kV) {
+      barrier_expect(bar + slot * 8, bytes);
+      load_bytes(to + slot * L::kSlot, static_cast<const uint8_t*>(base) + int64_t{p_chunk} * bytes, bytes,
+                 bar + slot * 8);
+    }
+    if constexpr (kV) {
+      if (--p_left == 0) return take();
+      if constexpr (kPaged)
+        p_chunk = page(p_page += step);
+      else
+        p_chunk += step;
+    }
+  };
+  using K = std::false_type;
+  using V = std::true_type;
+#pragma unroll
+  for (int s = 0; s < kSlots; s += 2) {
+    copy(s, K{});
+    if (s + 1 < kSlots) copy(s + 1, V{});
+  }
+
+  // ------------------------------ sums
+  Query<D> q;
+  int slot = 0, parity = 0, have = -1;
+  const auto release = [&](auto is_v) {  // the slot of K or V, to the copy of the half that is kSlots ahead
+    __syncwarp();
+    copy(slot, std::bool_constant<(decltype(is_v)::value + kSlots) % 2 == 1>{});
+    slot = kSlots == 2 ? !decltype(is_v)::value : slot + 1 == kSlots ? 0 : slot + 1;  // a constant if there are two
+    if (slot == 0) parity ^= 1;
+  };
+#pragma unroll 1
+  for (int count = 0;; ++count) {
+    Item item{};
+    if (share) {
+      const int number = begin + warp / kLeader + count * (kWarps / kLeader);
+      if (number < end) item = work.open(a, number);
+    } else {
+      __syncwarp();
+      item = queue[warp][count % kAhead];
+    }
+    if (item.tokens == 0) break;
+    if (have != item.row * a.octets() + item.octet) have = item.row * a.octets() + item.octet, q.load(a, item, g, t);
+    const int chunks = item.chunks();
+    State state;
+    float4 unit[2];  // the sums of this warp's part, if four warps share
+    const int64_t at = (int64_t{item.row} * a.max_segments + item.segment) * a.group + item.octet * 8;
+#pragma unroll 1
+    for (int c0 = 0; c0 < chunks; c0 += step) {
+      const int c = c0 + rank;
+      float acc[D / 16][4] = {};
+      State next;
+      if (c < chunks) {
+        const int left = item.tokens - c * kChunkTokens;
+        float x[4][4];
+        uint32_t b[4][2];
+        barrier_wait(bar + slot * 8, parity);
+        scores<D, L>(ring + slot * L::kSlot, q, g, t, x);
+        release(K{});
+        if (left < kChunkTokens)
+#pragma unroll
+          for (int s = 0; s < 4; ++s)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (s * 16 + token_of(g) + i / 2 * 8 >= left) x[s][i] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float m = fmaxf(x[0][i], x[0][2 + i]);
+#pragma unroll
+          for (int s = 1; s < 4; ++s) m = fmaxf(m, fmaxf(x[s][i], x[s][2 + i]));
+#pragma unroll
+          for (int d = 4; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+          next.m[i] = ceilf(m);
+        }
+        barrier_wait(bar + slot * 8, parity);
+        if (left < kChunkTokens) clear_behind<D, L>(ring + slot * L::kSlot, left, lane);
+        weights<L>(ring + slot * L::kSlot, lane, x, next, b);
+        values<D, L>(ring + slot * L::kSlot, g, t, b, acc);
+        release(V{});
+      }
+      float keep[2], add[2];
+      if (!share) {
+        const bool last = c0 + 1 == chunks;
+        if (c0 == 0)
+          state = next;
+        else
+          merge(state, next, keep, add);
+        float4 sum[D / 16];
+#pragma unroll
+        for (int j = 0; j < D / 16; ++j) {
+          sum[j] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+          if (c0 != 0) sum[j] = merged(load_shared4(sums + j * 512), sum[j], keep, add);
+          if (!last) store_shared128(sums + j * 512, sum[j]);
+        }
+        if (last)
+#pragma unroll
+          for (int j = 0; j < kUnits; ++j) store_sums<D>(a, at, item.octet, g, t, j, sum[2 * j], sum[2 * j + 1]);
+      } else {
+        if (c < chunks) {
+#pragma unroll
+          for (int j = 0; j < D / 16; ++j)
+            store_shared128(sums + j * 512, make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]));
+          if (g == 0) shared_heads[warp][t] = make_float4(next.m[0], next.l[0], next.m[1], next.l[1]);
+          if (lane == 0) shared_exponent[warp] = static_cast<int>(next.v[0] - next.m[0]);
+        }
+        named_meet(1 + warp / kLeader, kLeader * 32);
+#pragma unroll 1
+        for (int k = 0; k < min(kLeader, chunks - c0); ++k) {
+          const int other = warp / kLeader * kLeader + k;
+          const float4 h = shared_heads[other][t];
+          const float e = static_cast<float>(shared_exponent[other]);
+          next = {{h.x, h.z}, {h.x + e, h.z + e}, {h.y, h.w}};
+          const bool first = c0 + k == 0;
+          if (first)
+            state = next;
+          else
+            merge(state, next, keep, add);
+          if (rank < kUnits)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              const float4 sum = load_shared4(sums + (other - warp) * L::kSums + (2 * rank + j) * 512);
+              unit[j] = first ? sum : merged(unit[j], sum, keep, add);
+            }
+        }
+        named_meet(1 + warp / kLeader, kLeader * 32);
+        if (c0 + kLeader >= chunks && rank < kUnits) store_sums<D>(a, at, item.octet, g, t, rank, unit[0], unit[1]);
+      }
+    }
+    if (g == 0 && rank == 0)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (item.octet * 8 + 2 * t + i < a.group)
+          a.heads[at + 2 * t + i] = make_float4(state.m[i], state.l[i], state.v[i], 0.0f);
+  }
+}
+
+// ---------------------------------------------------------------- launch
+template <int D, bool kPaged, int kWarps, int kSlots>
+cudaError_t launch_attend(const Args& a, cudaStream_t stream, int blocks) {
+  return launch_early(attend_kernel<D, kPaged, kWarps, kSlots>, dim3(blocks), kWarps * 32, 1,
+                      Layout<D, kWarps, kSlots>::kBytes, stream, a);
+}
+
+}  // namespace jnvfp4::attention

@@ -1,0 +1,32 @@
+#include "decode_attention.h"
+
+namespace jnvfp4 {
+namespace {
+
+// A reason, or null.
+const char* needs_depth(const DecodeAttentionProblem& p) {
+  return p.depth == 64 || p.depth == 128 ? nullptr : "D must be 64 or 128";
+}
+// What kernels for GPUs count in 32 bits: results of segments and chunks of the cache.
+const char* needs_sizes(const DecodeAttentionProblem& p) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const bool small = p.batch <= kMost && p.kv_heads <= kMost && p.group <= kMost && p.tokens <= kMost;
+  const int64_t rows = small ? p.batch * p.kv_heads : kMost;
+  const bool fits = small && rows <= kMost / kMostSegments && rows * p.group <= kMost / kMostSegments &&
+                    rows * (p.tokens / kChunkTokens) <= kMost;
+  return fits ? nullptr : "it takes at most 2^24 query heads over all sequences, and 2^36 rows of the cache";
+}
+
+int64_t scratch(const DecodeAttentionProblem& p) { return decode_attention_scratch(p).bytes; }
+
+constexpr KernelRow<DecodeAttentionProblem> kRows[] = {
+    {"sm90_nvfp4_attention", kSm90a, all<needs_depth, needs_sizes>, {.scratch = scratch}},
+    {"sm80_nvfp4_attention", kAnyGpuFrom80, all<needs_depth, needs_sizes>, {.scratch = scratch}},
+    {"cpu_nvfp4_attention", kCpuAlone, needs_depth},
+};
+
+}  // namespace
+
+const KernelTable<DecodeAttentionProblem> kDecodeAttentionKernels(kRows);
+
+}  // namespace jnvfp4
