@@ -41,7 +41,8 @@ from .spec import BLOCK, ROW_SCALED, WINDOW, Format, QuantSpec
 
 ONE = constant(1.0)
 SCALE_NAN = np.uint8(0x7F)
-CHUNK, LEAST_SEGMENT = 64, 256  # tokens of a cache that attention sums by themselves, and whose sums it merges first
+CHUNK = 64  # tokens of a cache that attention sums by themselves
+LEAST_SEGMENT, MOST_SEGMENTS = 256, 32  # of what it merges these sums to: tokens, and how many of a sequence
 
 
 # ---------------------------------------------------------------- E4M3 (block scales, never negative)
@@ -620,9 +621,10 @@ def merge_sums(a: Sums, b: Sums) -> Sums:
 
 
 def segment_tokens(lengths: jax.Array) -> jax.Array:
-    """Returns how many tokens a segment of a sequence has: the least 256 * 2^i that leaves it at most 64 segments."""
+    """Returns how many tokens a segment of a sequence has: the least 256 * 2^i that leaves it at most 32 segments."""
+    least = (lengths + MOST_SEGMENTS - 1) // MOST_SEGMENTS
     tokens = jnp.full_like(lengths, LEAST_SEGMENT)
-    return lax.fori_loop(0, 17, lambda _, t: jnp.where(t < (lengths + 63) // 64, 2 * t, t), tokens)
+    return lax.fori_loop(0, 18, lambda _, t: jnp.where(t < least, 2 * t, t), tokens)
 
 
 def decode_attention(

@@ -363,7 +363,8 @@ def test_decoding_with_a_cache_is_decoding_without(decode, name):
     for text, length, written in zip(prompt, lengths, new, strict=True):
         tokens = jnp.concatenate([text[:length], written])[None]
         want = logits(params, tokens, config, decode.on_rows(linear), jax.random.key(0))[0]
-        np.testing.assert_array_equal(written, jnp.argmax(want[length - 1 : -1], axis=-1))
+        chosen = jnp.take_along_axis(want[length - 1 : -1], written[:, None], axis=-1)[:, 0]
+        assert (jnp.max(want[length - 1 : -1], axis=-1) - chosen).max() <= 0.05 * jnp.std(want)  # or as good as the best
 
 
 @pytest.mark.long
@@ -507,14 +508,14 @@ def test_serve_measures_random_weights(decode, monkeypatch, capsys, tmp_path):
     arguments = "--preset llama-8b --layers 1 --batch 2 --prompt 3 --new 2 --kv nvfp4 --out"
     monkeypatch.setattr(sys, "argv", ["serve.py", *arguments.split(), str(tmp_path)])
     serve.main()
-    assert "linear layers of the blocks: 0.1 MB bf16, 0.0 MB NVFP4 (0.281)" in capsys.readouterr().out
+    assert "linear layers of the blocks: 0.6 MB bf16, 0.2 MB NVFP4 (0.281)" in capsys.readouterr().out
     results = json.loads((tmp_path / "serve.json").read_text())
     assert "text" not in results
     assert list(results["batch"]["2"]) == ["bf16", "W4A16 KV4", "W4A4 KV4"]
-    linear = (8 * 16 + 64 + 2 * 160) * 64 + 64 * 160
+    linear = (8 * 64 + 256 + 2 * 160) * 256 + 256 * 160
     assert results["memory"]["weight_bytes"]["NVFP4"] == {
         "linear": linear * 9 // 16 + 4 * 4,
-        "all": linear * 9 // 16 + 4 * 4 + 2 * (3 * 64 + 2 * 300 * 64),
+        "all": linear * 9 // 16 + 4 * 4 + 2 * (3 * 256 + 2 * 300 * 256),
     }
 
 
@@ -663,6 +664,7 @@ WHOLE = "must be a whole number, 1 or more, got"
 WRONG_ARGUMENTS = {
     "serve --batch 0": f"argument --batch: {WHOLE} 0",
     "serve --new -1": f"argument --new: {WHOLE} -1",
+    "serve --preset llama-8b --prompt 9 --new 9 --capacity 17": "--capacity 17 has no room for 9 tokens of a pro",
     "serve --memory 0": "--memory must be positive, got 0",
     "serve --kv fp8": "argument --kv: invalid choice: 'fp8'",
     "serve --preset llama-8b --steps 3": "--steps is for --preset small without --checkpoint",

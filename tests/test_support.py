@@ -12,6 +12,7 @@ from operands import normal
 from jnvfp4 import NVFP4Tensor, Recipe, Support, quantize, recipes, supports
 from jnvfp4._native import load, plans, self_check
 from jnvfp4._ops.arguments import OPERATIONS
+from jnvfp4.attention import KVCache
 from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, WINDOW64
 
 KEY = jax.random.key(0)
@@ -28,6 +29,7 @@ def t(*shape, spec=NVFP4) -> NVFP4Tensor:
 
 SIZES = a(3, dtype=jnp.int32)
 X, W, A, B = a(32, 64), a(48, 64), t(32, 64), t(48, 64)
+KV, LENGTHS = KVCache(*[t(2, 3, 64, 128, spec=ROW_SCALED)] * 2), a(2, dtype=jnp.int32)
 # operation, operands, options
 CALLS = {
     "quantize": ("quantize", (X,), {}),
@@ -40,6 +42,8 @@ CALLS = {
     "dequantize": ("dequantize", (A, jnp.bfloat16), {}),
     "dequantize to a NumPy type": ("dequantize", (A, np.float32), {}),
     "dequantize to a named dtype": ("dequantize", (A,), {"dtype": "float16"}),
+    "decode_attention": ("decode_attention", (a(2, 6, 128), KV, LENGTHS), {"sm_scale": 0.1}),
+    "append_kv": ("append_kv", (KV, a(2, 3, 128), a(2, 3, 128), LENGTHS), {}),
     "transpose": ("transpose", (t(32, 64, spec=NVFP4_2D), NVFP4_2D), {}),
     "fake_quant": ("fake_quant", (X, WINDOW64), {}),
     "linear": ("linear", (X, W, recipes.pretrain()), {"key": KEY, "bias": a(48)}),
