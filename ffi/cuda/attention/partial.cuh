@@ -63,6 +63,14 @@ __device__ __forceinline__ void store_sums(const Args& a, int64_t at, int octet,
   if (octet * 8 + 2 * t + 1 < a.group) *reinterpret_cast<float4*>(to + D) = make_float4(u.y, u.w, v.y, v.w);
 }
 
+// Stores m, l and v of heads 2t and 2t + 1.
+__device__ __forceinline__ void store_heads(const Args& a, int64_t at, int octet, int t, const float (&m)[2],
+                                            const float (&l)[2], const float (&v)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (octet * 8 + 2 * t + i < a.group) a.heads[at + 2 * t + i] = make_float4(m[i], l[i], v[i], 0.0f);
+}
+
 // Adds the segments of all query heads. `early`: it starts before the kernel that makes them ends.
 cudaError_t launch_combine(const Args& a, int depth, bool early, cudaStream_t stream);
 

@@ -24,8 +24,8 @@
 
 namespace jnvfp4::attention {
 
-constexpr int kAhead = 4;         // items that a warp has taken and not ended, at most
-constexpr int kLeader = 4;        // warps that share a segment
+constexpr int kSharers = 4;       // warps that share a segment
+constexpr int kAhead = 4;         // segments that a warp has taken and not ended, at most
 constexpr int kMostBatch = 512;   // sequences of a launch: their lengths are in shared memory
 constexpr int kWeightPower = 14;  // P is at most 2^15, below the largest float16
 
@@ -66,8 +66,9 @@ __device__ __forceinline__ void decode_eight(uint32_t codes, uint32_t scale, uin
 }
 
 // ---------------------------------------------------------------- shared memory
-template <int D, int kWarps, int kSlots>
+template <int D, int kNumWarps, int kNumSlots>
 struct Layout {
+  static constexpr int kWarps = kNumWarps, kSlots = kNumSlots;
   static constexpr int kCodes = kChunkTokens * D / 2, kScales = kChunkTokens * D / 16, kAmaxes = kChunkTokens * 4;
   static constexpr int kScalesAt = kCodes, kAmaxesAt = kCodes + kScales;
   static constexpr int kSlot = kCodes + kScales + kAmaxes;
@@ -77,16 +78,18 @@ struct Layout {
 };
 
 // ---------------------------------------------------------------- items
-// A segment of one sequence and kv head, for up to 8 of its query heads.
+// A segment of a sequence and kv head, for up to 8 of its query heads: their octet. Without tokens it is none.
 struct Item {
-  int sequence, row, octet, segment, first, tokens;  // row = sequence * kv_heads + kv head; octet: of query heads
+  int sequence, row, octet, segment, first, tokens;  // row: sequence * kv_heads + kv head; first: of its tokens
   __device__ __forceinline__ int chunks() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
 };
 
+// All items of a launch. CTAs divide them evenly; warps of a CTA take them in turn, or, where four share each, have
+// every fourth of their group's number.
 struct Work {
   int first_of[kMostBatch + 1];  // items before each sequence
   int length_of[kMostBatch];
-  int next;
+  int next;  // that a warp takes, counted in the CTA
 
   // By one warp.
   __device__ __forceinline__ void fill(const Args& a, int lane) {
@@ -126,10 +129,111 @@ struct Work {
   }
 };
 
-// ---------------------------------------------------------------- the kernel
-// Two scores of a lane, for query heads 2t and 2t + 1: each value below is a pair of that kind.
+struct Share {
+  int begin, end;  // items of this CTA
+  bool shared;     // by four warps each
+  int rank, step;  // chunks of an item that are this warp's: rank, rank + step, ...
+
+  __device__ __forceinline__ Share(const Args& a, const Work& work, int warp) {
+    const int total = work.first_of[a.batch];
+    begin = static_cast<int>(int64_t{total} * blockIdx.x / gridDim.x);
+    end = static_cast<int>(int64_t{total} * (blockIdx.x + 1) / gridDim.x);
+    shared = total < a.share_below;
+    rank = shared ? warp % kSharers : 0, step = shared ? kSharers : 1;
+  }
+  // Item number `count` of a group of four warps.
+  template <int kWarps>
+  __device__ __forceinline__ Item item(const Args& a, const Work& work, int warp, int count) const {
+    const int number = begin + warp / kSharers + count * (kWarps / kSharers);
+    return number < end ? work.open(a, number) : Item{};
+  }
+};
+
+// ---------------------------------------------------------------- copies
+// Copies chunks to the slots of a warp, in the order in which it computes them. Lanes 0 to 2 copy codes, scales and
+// amaxes of K, 3 to 5 those of V.
+template <bool kPaged, class L>
+struct Copies {
+  const Args& a;
+  Work& work;
+  const Share& share;
+  Item* queue;  // of this warp: the last kAhead items that it has taken
+  uint32_t slots, bars;
+  int lane, warp;
+
+  const uint8_t* base;
+  int bytes, offset;  // of a copy; in the slot
+  int taken = 0;      // items
+  int left = 0;       // chunks of the last of them
+  int chunk = 0;      // the next, over the whole cache
+  int head = 0;       // kv head
+  const int32_t* page = nullptr;
+
+  __device__ __forceinline__ void start() {
+    const int part = lane % 3;
+    const KvRows& rows = lane < 3 ? a.k : a.v;
+    base = part == 0 ? rows.data : part == 1 ? rows.scale : reinterpret_cast<const uint8_t*>(rows.amax);
+    bytes = part == 0 ? L::kCodes : part == 1 ? L::kScales : L::kAmaxes;
+    offset = part == 0 ? 0 : part == 1 ? L::kScalesAt : L::kAmaxesAt;
+    take();
+#pragma unroll
+    for (int s = 0; s < L::kSlots; s += 2) {
+      copy<false>(s);
+      if (s + 1 < L::kSlots) copy<true>(s + 1);
+    }
+  }
+
+  // K or V of the next chunk. After V comes another chunk.
+  template <bool kV>
+  __device__ __forceinline__ void copy(int slot) {
+    if (left == 0) return;
+    if (lane / 3 == kV) {
+      barrier_expect(bars + slot * 8, bytes);
+      load_bytes(slots + slot * L::kSlot + offset, base + int64_t{chunk} * bytes, bytes, bars + slot * 8);
+    }
+    if constexpr (kV) {
+      if (--left == 0) return take();
+      if constexpr (kPaged)
+        page += share.step, chunk = chunk_of_page();
+      else
+        chunk += share.step;
+    }
+  }
+
+ private:
+  // Takes the next item of which this warp has chunks.
+  __device__ __forceinline__ void take() {
+    while (left == 0) {
+      const Item item = share.shared ? share.template item<L::kWarps>(a, work, warp, taken) : take_whole();
+      ++taken;
+      if (item.tokens == 0) return;
+      left = (item.chunks() - share.rank + share.step - 1) / share.step;
+      const int first = item.first / kChunkTokens + share.rank;
+      if constexpr (kPaged) {
+        head = item.row % a.kv_heads, page = a.pages + int64_t{item.sequence} * (a.tokens / kChunkTokens) + first;
+        if (left) chunk = chunk_of_page();
+      } else {
+        chunk = item.row * (a.tokens / kChunkTokens) + first;
+      }
+    }
+  }
+  __device__ __forceinline__ Item take_whole() {
+    int number = 0;
+    if (lane == 0) number = share.begin + atomicAdd(&work.next, 1);
+    number = __shfl_sync(~0u, number, 0);
+    const Item item = number < share.end ? work.open(a, number) : Item{};
+    if (lane == 0) queue[taken % kAhead] = item;
+    return item;
+  }
+  __device__ __forceinline__ int chunk_of_page() const {
+    return min(max(__ldg(page), 0), a.num_pages - 1) * a.kv_heads + head;
+  }
+};
+
+// ---------------------------------------------------------------- merging
+// Two numbers of a lane are of query heads 2t and 2t + 1.
 struct State {
-  float m[2], v[2], l[2];  // references of scores and of sums, sum of weights
+  float m[2], v[2], l[2];  // references of scores and of sums; sum of weights
 };
 
 // Merges `next` into `state`: the factors of the sums of both.
@@ -222,6 +326,15 @@ __device__ __forceinline__ void scores(uint32_t slot, const Query<D>& q, int g, 
   }
 }
 
+// Hides the scores of tokens that are not there.
+__device__ __forceinline__ void hide_behind(int left, int g, float (&x)[4][4]) {
+#pragma unroll
+  for (int s = 0; s < 4; ++s)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (s * 16 + token_of(g) + i / 2 * 8 >= left) x[s][i] = -INFINITY;
+}
+
 // Makes the V of tokens that are not there zero: it may be NaN.
 template <int D, class L>
 __device__ __forceinline__ void clear_behind(uint32_t slot, int left, int lane) {
@@ -234,10 +347,10 @@ __device__ __forceinline__ void clear_behind(uint32_t slot, int left, int lane) 
   __syncwarp();
 }
 
-// From scores to weights, as B operands of the values.
+// From scores to weights, as B operands of the values. Returns v - m of `state`.
 template <class L>
-__device__ __forceinline__ void weights(uint32_t slot, int lane, const float (&x)[4][4], State& state,
-                                        uint32_t (&b)[4][2]) {
+__device__ __forceinline__ float weights(uint32_t slot, int lane, const float (&x)[4][4], State& state,
+                                         uint32_t (&b)[4][2]) {
   const int g = lane / 4;
   const uint2 both = load_shared64(slot + L::kAmaxesAt + lane * 8);
   const uint32_t mine = max(both.x & kMagnitude, both.y & kMagnitude);
@@ -263,6 +376,7 @@ __device__ __forceinline__ void weights(uint32_t slot, int lane, const float (&x
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int d = 4; d < 32; d *= 2) state.l[i] += __shfl_xor_sync(~0u, state.l[i], d);
+  return static_cast<float>(e);
 }
 
 // acc[j]: elements g * D / 8 + 2j and the next, of heads 2t and 2t + 1: (2j, 2t), (2j, 2t + 1), (2j + 1, 2t), ...
@@ -304,211 +418,156 @@ __device__ __forceinline__ void values(uint32_t slot, int g, int t, const uint32
   }
 }
 
+// The references of a chunk's scores: the largest, rounded up to an integer.
+__device__ __forceinline__ void refer(const float (&x)[4][4], float (&m)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float most = fmaxf(x[0][i], x[0][2 + i]);
+#pragma unroll
+    for (int s = 1; s < 4; ++s) most = fmaxf(most, fmaxf(x[s][i], x[s][2 + i]));
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+    m[i] = ceilf(most);
+  }
+}
+
+// What warps that share a segment tell each other of their chunks, beside the sums.
+struct Told {
+  float4 heads[4];  // m, l of head 2t and of head 2t + 1
+  float exponent;   // v - m
+};
+
+// Merges the chunks of four warps in ascending order into `state`, and a part of their sums into `unit`, if it is
+// `mine`: `part` is where the first warp has it. `first`: there was no chunk before.
+template <class L>
+__device__ __forceinline__ void merge_shared(const Told* told, uint32_t part, int chunks, bool first, bool mine, int t,
+                                             State& state, float4 (&unit)[2]) {
+#pragma unroll 1
+  for (int k = 0; k < chunks; ++k, first = false) {
+    const float4 h = told[k].heads[t];
+    const float e = told[k].exponent;
+    const State next{{h.x, h.z}, {h.x + e, h.z + e}, {h.y, h.w}};
+    float keep[2], add[2];
+    if (first)
+      state = next;
+    else
+      merge(state, next, keep, add);
+    if (!mine) continue;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float4 sum = load_shared4(part + k * L::kSums + j * 512);
+      unit[j] = first ? sum : merged(unit[j], sum, keep, add);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- the kernel
 template <int D, bool kPaged, int kWarps, int kSlots>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Args a) {
   using L = Layout<D, kWarps, kSlots>;
-  constexpr int kUnits = D / 32;  // of two tiles of accumulators, which four warps divide
+  constexpr int kTiles = D / 16, kUnits = D / 32;  // a unit is two tiles of sums
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Work work;
-  __shared__ __align__(8) uint64_t bars[kWarps * kSlots];
-  __shared__ float4 shared_heads[kWarps][4];  // m, l of heads 2t and 2t + 1
-  __shared__ int shared_exponent[kWarps];
-  __shared__ Item queue[kWarps][kAhead];  // items that a warp takes whole
+  __shared__ Item queue[kWarps][kAhead];
+  __shared__ __align__(8) uint64_t all_bars[kWarps * kSlots];
+  __shared__ Told told[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const uint32_t ring = shared_address(shared) + warp * kSlots * L::kSlot;
-  const uint32_t sums = shared_address(shared) + L::kSumsAt + warp * L::kSums + lane * 16;
-  const uint32_t bar = shared_address(&bars[warp * kSlots]);
-  if (lane < kSlots) barrier_init(bar + lane * 8, 3);
+  const uint32_t slots = shared_address(shared) + warp * kSlots * L::kSlot;
+  const uint32_t sums = shared_address(shared) + L::kSumsAt + warp * L::kSums + lane * 16;  // tiles are 512 bytes apart
+  const uint32_t bars = shared_address(&all_bars[warp * kSlots]);
+  if (lane < kSlots) barrier_init(bars + lane * 8, 3);
   fence_barrier_init();
   wait_for_previous_kernel();
   if (warp == 0) work.fill(a, lane);
   __syncthreads();
   launch_dependents();
-  const int total = work.first_of[a.batch];
-  const int begin = static_cast<int>(int64_t{total} * blockIdx.x / gridDim.x);
-  const int end = static_cast<int>(int64_t{total} * (blockIdx.x + 1) / gridDim.x);
-  const bool share = total < a.share_below;
-  const int rank = share ? warp % kLeader : 0, step = share ? kLeader : 1;
+  const Share share(a, work, warp);
+  const int first_sharer = warp - warp % kSharers;
+  Copies<kPaged, L> copies{a, work, share, queue[warp], slots, bars, lane, warp};
+  copies.start();
 
-  // ------------------------------ copies: lanes 0 to 2 those of K, 3 to 5 those of V
-  const int part = lane % 3;
-  const void* const base = lane < 3 ? (part == 0   ? static_cast<const void*>(a.k.data)
-                                       : part == 1 ? a.k.scale
-                                                   : static_cast<const void*>(a.k.amax))
-                                    : (part == 0   ? static_cast<const void*>(a.v.data)
-                                       : part == 1 ? a.v.scale
-                                                   : static_cast<const void*>(a.v.amax));
-  const int bytes = part == 0 ? L::kCodes : part == 1 ? L::kScales : L::kAmaxes;
-  const uint32_t to = ring + (part == 0 ? 0 : part == 1 ? L::kScalesAt : L::kAmaxesAt);
-  int taken = 0;
-  int p_left = 0, p_chunk = 0, p_head = 0;  // chunks to copy; which one, over the whole cache; kv head
-  const int* p_page = nullptr;
-  const auto page = [&](const int* p) {
-    return min(max(__ldg(p), 0), a.num_pages - 1) * a.kv_heads + p_head;
-  };
-  const auto take = [&] {
-    for (p_left = 0; p_left == 0;) {
-      int item = warp / kLeader + taken * (kWarps / kLeader);
-      if (!share) {
-        if (lane == 0) item = atomicAdd(&work.next, 1);
-        item = __shfl_sync(~0u, item, 0);
-      }
-      item += begin;
-      const Item i = item < end ? work.open(a, item) : Item{};
-      if (!share && lane == 0) queue[warp][taken % kAhead] = i;
-      ++taken;
-      if (item >= end) return;
-      p_left = (i.chunks() - rank + step - 1) / step;
-      if (p_left <= 0) {
-        p_left = 0;
-        continue;
-      }
-      const int chunk = i.first / kChunkTokens + rank;
-      if constexpr (kPaged) {
-        p_head = i.row % a.kv_heads, p_page = a.pages + int64_t{i.sequence} * (a.tokens / kChunkTokens) + chunk;
-        p_chunk = page(p_page);
-      } else {
-        p_chunk = i.row * (a.tokens / kChunkTokens) + chunk;
-      }
-    }
-  };
-  take();
-  // Copies a half, K or V, of the next chunk; behind V comes another chunk.
-  const auto copy = [&](int slot, auto is_v) {
+  int slot = 0, parity = 0;
+  // Gives the slot of K or V to the copy of the half that is kSlots ahead.
+  const auto release = [&](auto is_v) {
     constexpr bool kV = decltype(is_v)::value;
-    if (p_left <= 0) return;
-    if (lane / 3 == kV) {
-      barrier_expect(bar + slot * 8, bytes);
-      load_bytes(to + slot * L::kSlot, static_cast<const uint8_t*>(base) + int64_t{p_chunk} * bytes, bytes,
-                 bar + slot * 8);
-    }
-    if constexpr (kV) {
-      if (--p_left == 0) return take();
-      if constexpr (kPaged)
-        p_chunk = page(p_page += step);
-      else
-        p_chunk += step;
-    }
-  };
-  using K = std::false_type;
-  using V = std::true_type;
-#pragma unroll
-  for (int s = 0; s < kSlots; s += 2) {
-    copy(s, K{});
-    if (s + 1 < kSlots) copy(s + 1, V{});
-  }
-
-  // ------------------------------ sums
-  Query<D> q;
-  int slot = 0, parity = 0, have = -1;
-  const auto release = [&](auto is_v) {  // the slot of K or V, to the copy of the half that is kSlots ahead
     __syncwarp();
-    copy(slot, std::bool_constant<(decltype(is_v)::value + kSlots) % 2 == 1>{});
-    slot = kSlots == 2 ? !decltype(is_v)::value : slot + 1 == kSlots ? 0 : slot + 1;  // a constant if there are two
+    copies.template copy<(kV + kSlots) % 2 == 1>(slot);
+    slot = kSlots == 2 ? !kV : slot + 1 == kSlots ? 0 : slot + 1;  // a constant if there are two
     if (slot == 0) parity ^= 1;
   };
+  Query<D> q;
+  int have = -1;  // whose q that is
 #pragma unroll 1
   for (int count = 0;; ++count) {
-    Item item{};
-    if (share) {
-      const int number = begin + warp / kLeader + count * (kWarps / kLeader);
-      if (number < end) item = work.open(a, number);
-    } else {
-      __syncwarp();
-      item = queue[warp][count % kAhead];
-    }
+    __syncwarp();  // the queue is written
+    const Item item = share.shared ? share.template item<kWarps>(a, work, warp, count) : queue[warp][count % kAhead];
     if (item.tokens == 0) break;
-    if (have != item.row * a.octets() + item.octet) have = item.row * a.octets() + item.octet, q.load(a, item, g, t);
+    const int whose = item.row * a.octets() + item.octet;
+    if (have != whose) have = whose, q.load(a, item, g, t);
+    const int64_t at = (int64_t{item.row} * a.max_segments + item.segment) * a.group + item.octet * 8;
     const int chunks = item.chunks();
     State state;
-    float4 unit[2];  // the sums of this warp's part, if four warps share
-    const int64_t at = (int64_t{item.row} * a.max_segments + item.segment) * a.group + item.octet * 8;
 #pragma unroll 1
-    for (int c0 = 0; c0 < chunks; c0 += step) {
-      const int c = c0 + rank;
-      float acc[D / 16][4] = {};
+    for (int first = 0; first < chunks; first += share.step) {
+      const int chunk = first + share.rank, left = item.tokens - chunk * kChunkTokens;
+      float acc[kTiles][4] = {}, e = 0.0f;
       State next;
-      if (c < chunks) {
-        const int left = item.tokens - c * kChunkTokens;
+      if (left > 0) {
         float x[4][4];
         uint32_t b[4][2];
-        barrier_wait(bar + slot * 8, parity);
-        scores<D, L>(ring + slot * L::kSlot, q, g, t, x);
-        release(K{});
-        if (left < kChunkTokens)
-#pragma unroll
-          for (int s = 0; s < 4; ++s)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (s * 16 + token_of(g) + i / 2 * 8 >= left) x[s][i] = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float m = fmaxf(x[0][i], x[0][2 + i]);
-#pragma unroll
-          for (int s = 1; s < 4; ++s) m = fmaxf(m, fmaxf(x[s][i], x[s][2 + i]));
-#pragma unroll
-          for (int d = 4; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
-          next.m[i] = ceilf(m);
-        }
-        barrier_wait(bar + slot * 8, parity);
-        if (left < kChunkTokens) clear_behind<D, L>(ring + slot * L::kSlot, left, lane);
-        weights<L>(ring + slot * L::kSlot, lane, x, next, b);
-        values<D, L>(ring + slot * L::kSlot, g, t, b, acc);
-        release(V{});
+        barrier_wait(bars + slot * 8, parity);
+        scores<D, L>(slots + slot * L::kSlot, q, g, t, x);
+        release(std::false_type{});
+        if (left < kChunkTokens) hide_behind(left, g, x);
+        refer(x, next.m);
+        barrier_wait(bars + slot * 8, parity);
+        if (left < kChunkTokens) clear_behind<D, L>(slots + slot * L::kSlot, left, lane);
+        e = weights<L>(slots + slot * L::kSlot, lane, x, next, b);
+        values<D, L>(slots + slot * L::kSlot, g, t, b, acc);
+        release(std::true_type{});
       }
-      float keep[2], add[2];
-      if (!share) {
-        const bool last = c0 + 1 == chunks;
-        if (c0 == 0)
+      if (!share.shared) {
+        float keep[2], add[2];
+        if (first == 0)
           state = next;
         else
           merge(state, next, keep, add);
-        float4 sum[D / 16];
+        float4 sum[kTiles];
 #pragma unroll
-        for (int j = 0; j < D / 16; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
           sum[j] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
-          if (c0 != 0) sum[j] = merged(load_shared4(sums + j * 512), sum[j], keep, add);
-          if (!last) store_shared128(sums + j * 512, sum[j]);
+          if (first != 0) sum[j] = merged(load_shared4(sums + j * 512), sum[j], keep, add);
+          if (first + 1 != chunks) store_shared128(sums + j * 512, sum[j]);
         }
-        if (last)
+        if (first + 1 == chunks)
 #pragma unroll
           for (int j = 0; j < kUnits; ++j) store_sums<D>(a, at, item.octet, g, t, j, sum[2 * j], sum[2 * j + 1]);
-      } else {
-        if (c < chunks) {
-#pragma unroll
-          for (int j = 0; j < D / 16; ++j)
-            store_shared128(sums + j * 512, make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]));
-          if (g == 0) shared_heads[warp][t] = make_float4(next.m[0], next.l[0], next.m[1], next.l[1]);
-          if (lane == 0) shared_exponent[warp] = static_cast<int>(next.v[0] - next.m[0]);
-        }
-        named_meet(1 + warp / kLeader, kLeader * 32);
-#pragma unroll 1
-        for (int k = 0; k < min(kLeader, chunks - c0); ++k) {
-          const int other = warp / kLeader * kLeader + k;
-          const float4 h = shared_heads[other][t];
-          const float e = static_cast<float>(shared_exponent[other]);
-          next = {{h.x, h.z}, {h.x + e, h.z + e}, {h.y, h.w}};
-          const bool first = c0 + k == 0;
-          if (first)
-            state = next;
-          else
-            merge(state, next, keep, add);
-          if (rank < kUnits)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const float4 sum = load_shared4(sums + (other - warp) * L::kSums + (2 * rank + j) * 512);
-              unit[j] = first ? sum : merged(unit[j], sum, keep, add);
-            }
-        }
-        named_meet(1 + warp / kLeader, kLeader * 32);
-        if (c0 + kLeader >= chunks && rank < kUnits) store_sums<D>(a, at, item.octet, g, t, rank, unit[0], unit[1]);
+        continue;
       }
-    }
-    if (g == 0 && rank == 0)
+      // Between chunks this warp's part of the sums so far is where its own sums of that part were, which only it
+      // reads.
+      float4 unit[2];
+      const bool mine = share.rank < kUnits;
+      const uint32_t part = sums + share.rank * 1024;
+      if (mine && first != 0) unit[0] = load_shared4(part), unit[1] = load_shared4(part + 512);
+      if (left > 0) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (item.octet * 8 + 2 * t + i < a.group)
-          a.heads[at + 2 * t + i] = make_float4(state.m[i], state.l[i], state.v[i], 0.0f);
+        for (int j = 0; j < kTiles; ++j)
+          store_shared128(sums + j * 512, make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]));
+        if (g == 0) told[warp].heads[t] = make_float4(next.m[0], next.l[0], next.m[1], next.l[1]);
+        if (lane == 0) told[warp].exponent = e;
+      }
+      named_meet(1 + warp / kSharers, kSharers * 32);
+      merge_shared<L>(told + first_sharer, part - share.rank * L::kSums, min(kSharers, chunks - first), first == 0,
+                      mine, t, state, unit);
+      named_meet(1 + warp / kSharers, kSharers * 32);
+      if (!mine) continue;
+      if (first + kSharers < chunks)
+        store_shared128(part, unit[0]), store_shared128(part + 512, unit[1]);
+      else
+        store_sums<D>(a, at, item.octet, g, t, share.rank, unit[0], unit[1]);
+    }
+    if (g == 0 && share.rank == 0) store_heads(a, at, item.octet, t, state.m, state.l, state.v);
   }
 }
 
