@@ -548,7 +548,6 @@ def matmul(
     return from_bits(gemm_epilogue(y, alpha, None if bias is None else to_bits(bias)), out_dtype)
 
 
-# ---------------------------------------------------------------- a cache of keys and values
 def _rows_of_chunk(part: jax.Array, pages: jax.Array | None, index: jax.Array) -> jax.Array:
     """Returns a chunk of [B, Hkv, C, ...], or that of the page that each sequence has there. -> [B, Hkv, 64, ...]
 
