@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(4 * D) combine_kernel(const __grid_constant__ 
   __shared__ float sums[4][D];
   const int head = blockIdx.x % a.group, row = blockIdx.x / a.group, sequence = row / a.kv_heads;
   const int lane = threadIdx.x % 32, d = threadIdx.x % D, quarter = threadIdx.x / D;
-  wait_for_segments();
   const int n = num_segments(a.length(sequence));
   const int64_t at = int64_t{row} * a.max_segments * a.group + head;
+  wait_for_segments();
   float part[kEach];
   float4 h[kOfLane];
 #pragma unroll

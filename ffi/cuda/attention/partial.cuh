@@ -16,7 +16,8 @@ struct Args {
   float4* heads;         // [batch, kv_heads, max_segments, group]: m, l, v
   void* out;
   bool f16;  // q and out, else bfloat16
-  int batch, kv_heads, group, tokens, num_pages, max_segments, share_below;
+  int batch, kv_heads, group, tokens, num_pages, max_segments;
+  int share_most;      // of a CTA's segments, as many as are left over may be shared by warps
   float score_factor;  // sm_scale log2(e) / 2688
 
   __device__ __forceinline__ int length(int sequence) const { return min(max(__ldg(lengths + sequence), 0), tokens); }

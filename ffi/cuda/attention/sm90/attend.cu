@@ -5,9 +5,10 @@
 namespace jnvfp4::attention {
 namespace {
 
-// Warps of a CTA, of which a multiprocessor has one, and each warp's slots for half a chunk.
-constexpr int kWarps = 16;
-constexpr int num_slots(int depth) { return depth == 128 ? 2 : 4; }
+// Warps of a CTA, of which a multiprocessor has one, and each warp's slots for half a chunk: as many as there is room
+// for.
+constexpr int kWarps = 12;
+constexpr int num_slots(int depth) { return depth == 128 ? 3 : 6; }
 
 template <int D, bool kPaged>
 cudaError_t launch_slice(const Args& a, int blocks, cudaStream_t stream) {
@@ -33,7 +34,7 @@ Args slice(const Args& a, int begin, int count, int depth) {
 cudaError_t launch_sm90(const DecodeAttentionArgs& args, void* scratch, cudaStream_t stream) {
   Args a = kernel_args(args, scratch);
   const int depth = static_cast<int>(args.cache.depth), blocks = multiprocessors();
-  a.share_below = blocks * kWarps / 2;
+  a.share_most = kWarps / kSharers * (kSharers - 1);  // then they take less time than an item of a warp
   const auto kernel = depth == 128 ? (a.pages ? launch_slice<128, true> : launch_slice<128, false>)
                                    : (a.pages ? launch_slice<64, true> : launch_slice<64, false>);
   cudaError_t status = cudaSuccess;

@@ -84,12 +84,12 @@ struct Item {
   __device__ __forceinline__ int chunks() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
 };
 
-// All items of a launch. CTAs divide them evenly; warps of a CTA take them in turn, or, where four share each, have
-// every fourth of their group's number.
+// All items of a launch. CTAs divide them evenly. A CTA's warps take whole items in turn, as many each; what is left
+// over is shared, an item by four warps, if that ends sooner.
 struct Work {
   int first_of[kMostBatch + 1];  // items before each sequence
   int length_of[kMostBatch];
-  int next;  // that a warp takes, counted in the CTA
+  int next;  // that a warp takes whole, counted in the CTA
 
   // By one warp.
   __device__ __forceinline__ void fill(const Args& a, int lane) {
@@ -129,24 +129,30 @@ struct Work {
   }
 };
 
-struct Share {
-  int begin, end;  // items of this CTA
-  bool shared;     // by four warps each
-  int rank, step;  // chunks of an item that are this warp's: rank, rank + step, ...
+// The items of a CTA: [begin, shared) are taken whole, [shared, end) are shared.
+template <int kWarps>
+struct Items {
+  int begin, shared, end;
 
-  __device__ __forceinline__ Share(const Args& a, const Work& work, int warp) {
+  __device__ __forceinline__ Items(const Args& a, const Work& work) {
     const int total = work.first_of[a.batch];
     begin = static_cast<int>(int64_t{total} * blockIdx.x / gridDim.x);
     end = static_cast<int>(int64_t{total} * (blockIdx.x + 1) / gridDim.x);
-    shared = total < a.share_below;
-    rank = shared ? warp % kSharers : 0, step = shared ? kSharers : 1;
+    const int over = a.share_most < kWarps ? (end - begin) % kWarps : end - begin;
+    shared = over > a.share_most ? end : end - over;
   }
-  // Item number `count` of a group of four warps.
-  template <int kWarps>
-  __device__ __forceinline__ Item item(const Args& a, const Work& work, int warp, int count) const {
-    const int number = begin + warp / kSharers + count * (kWarps / kSharers);
+  // Number `count` of those that four warps share.
+  __device__ __forceinline__ Item shared_item(const Args& a, const Work& work, int warp, int count) const {
+    const int number = shared + warp / kSharers + count * (kWarps / kSharers);
     return number < end ? work.open(a, number) : Item{};
   }
+};
+
+// Chunks of an item that are a warp's: rank, rank + step, ...
+struct Turns {
+  int rank, step;
+  __device__ __forceinline__ Turns(bool shared, int warp)
+      : rank(shared ? warp % kSharers : 0), step(shared ? kSharers : 1) {}
 };
 
 // ---------------------------------------------------------------- copies
@@ -156,17 +162,18 @@ template <bool kPaged, class L>
 struct Copies {
   const Args& a;
   Work& work;
-  const Share& share;
+  const Items<L::kWarps>& items;
   Item* queue;  // of this warp: the last kAhead items that it has taken
   uint32_t slots, bars;
   int lane, warp;
 
   const uint8_t* base;
-  int bytes, offset;  // of a copy; in the slot
-  int taken = 0;      // items
-  int left = 0;       // chunks of the last of them
-  int chunk = 0;      // the next, over the whole cache
-  int head = 0;       // kv head
+  int bytes, offset;     // of a copy; in the slot
+  bool sharing = false;  // whether the item is shared; then all that follow are
+  int taken = 0;         // items of this kind
+  int left = 0;          // chunks of the last of them
+  int chunk = 0;         // the next, over the whole cache
+  int head = 0;          // kv head
   const int32_t* page = nullptr;
 
   __device__ __forceinline__ void start() {
@@ -194,9 +201,9 @@ struct Copies {
     if constexpr (kV) {
       if (--left == 0) return take();
       if constexpr (kPaged)
-        page += share.step, chunk = chunk_of_page();
+        page += Turns(sharing, warp).step, chunk = chunk_of_page();
       else
-        chunk += share.step;
+        chunk += Turns(sharing, warp).step;
     }
   }
 
@@ -204,11 +211,17 @@ struct Copies {
   // Takes the next item of which this warp has chunks.
   __device__ __forceinline__ void take() {
     while (left == 0) {
-      const Item item = share.shared ? share.template item<L::kWarps>(a, work, warp, taken) : take_whole();
+      Item item{};
+      if (!sharing) {
+        item = take_whole();
+        if (item.tokens == 0) sharing = true, taken = 0;
+      }
+      if (sharing) item = items.shared_item(a, work, warp, taken);
       ++taken;
       if (item.tokens == 0) return;
-      left = (item.chunks() - share.rank + share.step - 1) / share.step;
-      const int first = item.first / kChunkTokens + share.rank;
+      const Turns turns(sharing, warp);
+      left = (item.chunks() - turns.rank + turns.step - 1) / turns.step;
+      const int first = item.first / kChunkTokens + turns.rank;
       if constexpr (kPaged) {
         head = item.row % a.kv_heads, page = a.pages + int64_t{item.sequence} * (a.tokens / kChunkTokens) + first;
         if (left) chunk = chunk_of_page();
@@ -219,9 +232,9 @@ struct Copies {
   }
   __device__ __forceinline__ Item take_whole() {
     int number = 0;
-    if (lane == 0) number = share.begin + atomicAdd(&work.next, 1);
+    if (lane == 0) number = items.begin + atomicAdd(&work.next, 1);
     number = __shfl_sync(~0u, number, 0);
-    const Item item = number < share.end ? work.open(a, number) : Item{};
+    const Item item = number < items.shared ? work.open(a, number) : Item{};
     if (lane == 0) queue[taken % kAhead] = item;
     return item;
   }
@@ -466,6 +479,7 @@ template <int D, bool kPaged, int kWarps, int kSlots>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Args a) {
   using L = Layout<D, kWarps, kSlots>;
   constexpr int kTiles = D / 16, kUnits = D / 32;  // a unit is two tiles of sums
+  static_assert(kSlots / 2 + 1 <= kAhead, "the queue holds what the slots are ahead");
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Work work;
   __shared__ Item queue[kWarps][kAhead];
@@ -481,9 +495,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
   if (warp == 0) work.fill(a, lane);
   __syncthreads();
   launch_dependents();
-  const Share share(a, work, warp);
+  const Items<kWarps> items(a, work);
   const int first_sharer = warp - warp % kSharers;
-  Copies<kPaged, L> copies{a, work, share, queue[warp], slots, bars, lane, warp};
+  Copies<kPaged, L> copies{a, work, items, queue[warp], slots, bars, lane, warp};
   copies.start();
 
   int slot = 0, parity = 0;
@@ -497,19 +511,25 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
   };
   Query<D> q;
   int have = -1;  // whose q that is
+  bool sharing = false;
 #pragma unroll 1
   for (int count = 0;; ++count) {
     __syncwarp();  // the queue is written
-    const Item item = share.shared ? share.template item<kWarps>(a, work, warp, count) : queue[warp][count % kAhead];
-    if (item.tokens == 0) break;
+    const Item item = sharing ? items.shared_item(a, work, warp, count) : queue[warp][count % kAhead];
+    if (item.tokens == 0) {
+      if (sharing) break;
+      sharing = true, count = -1;
+      continue;
+    }
+    const Turns turns(sharing, warp);
     const int whose = item.row * a.octets() + item.octet;
     if (have != whose) have = whose, q.load(a, item, g, t);
     const int64_t at = (int64_t{item.row} * a.max_segments + item.segment) * a.group + item.octet * 8;
     const int chunks = item.chunks();
     State state;
 #pragma unroll 1
-    for (int first = 0; first < chunks; first += share.step) {
-      const int chunk = first + share.rank, left = item.tokens - chunk * kChunkTokens;
+    for (int first = 0; first < chunks; first += turns.step) {
+      const int chunk = first + turns.rank, left = item.tokens - chunk * kChunkTokens;
       float acc[kTiles][4] = {}, e = 0.0f;
       State next;
       if (left > 0) {
@@ -526,7 +546,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
         values<D, L>(slots + slot * L::kSlot, g, t, b, acc);
         release(std::true_type{});
       }
-      if (!share.shared) {
+      if (!sharing) {
         float keep[2], add[2];
         if (first == 0)
           state = next;
@@ -547,8 +567,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
       // Between chunks this warp's part of the sums so far is where its own sums of that part were, which only it
       // reads.
       float4 unit[2];
-      const bool mine = share.rank < kUnits;
-      const uint32_t part = sums + share.rank * 1024;
+      const bool mine = turns.rank < kUnits;
+      const uint32_t part = sums + turns.rank * 1024;
       if (mine && first != 0) unit[0] = load_shared4(part), unit[1] = load_shared4(part + 512);
       if (left > 0) {
 #pragma unroll
@@ -558,16 +578,16 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
         if (lane == 0) told[warp].exponent = e;
       }
       named_meet(1 + warp / kSharers, kSharers * 32);
-      merge_shared<L>(told + first_sharer, part - share.rank * L::kSums, min(kSharers, chunks - first), first == 0,
+      merge_shared<L>(told + first_sharer, part - turns.rank * L::kSums, min(kSharers, chunks - first), first == 0,
                       mine, t, state, unit);
       named_meet(1 + warp / kSharers, kSharers * 32);
       if (!mine) continue;
       if (first + kSharers < chunks)
         store_shared128(part, unit[0]), store_shared128(part + 512, unit[1]);
       else
-        store_sums<D>(a, at, item.octet, g, t, share.rank, unit[0], unit[1]);
+        store_sums<D>(a, at, item.octet, g, t, turns.rank, unit[0], unit[1]);
     }
-    if (g == 0 && share.rank == 0) store_heads(a, at, item.octet, t, state.m, state.l, state.v);
+    if (g == 0 && turns.rank == 0) store_heads(a, at, item.octet, t, state.m, state.l, state.v);
   }
 }
 
