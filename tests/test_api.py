@@ -23,7 +23,7 @@ FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction
 FUNCTIONS |= {name: getattr(attention, name) for name in ("append_kv", "decode_attention")}
 IN_MODULES = {
     f"{module.__name__}.{name}": value
-    for module in (jnvfp4.attention, jnvfp4.sharding, jnvfp4.remat)
+    for module in (jnvfp4.sharding, jnvfp4.remat)
     for name, value in vars(module).items()
     if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == module.__name__
 }
@@ -61,7 +61,6 @@ def test_an_import_loads_no_device_and_no_other_library():
 
 def test_the_names_in_public_modules():
     of = {"sharding": ("all_gather", "gather_quantized"), "remat": ("recompute_quantize", "save_packed")}
-    of["attention"] = ("append_kv", "decode_attention")
     assert IN_MODULES.keys() == {f"jnvfp4.{module}.{name}" for module, names in of.items() for name in names}
     assert jnvfp4._version.__version__ == jnvfp4.__version__  # so that modules need not import the package
 

@@ -1,4 +1,4 @@
-"""Decoding from a KV cache: a cache in NVFP4 or 16-bit floats, attention of one new token, and appending it."""
+"""A KV cache in NVFP4 or 16-bit floats: attention of one new token of each sequence, and appending it."""
 
 import math
 from typing import NamedTuple
@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from . import reference
-from ._core.tensor import NVFP4Tensor, parts_of
-from ._ops.arguments import Checks, Implementation, operation
-from ._primitives._base import bind
-from ._primitives._cache import Cache, check_of_sequences, check_places
-from ._primitives._products import DENSE_DTYPES
-from ._primitives.append_kv import AppendParams, append_kv_p, check_rows
-from ._primitives.decode_attention import AttentionParams, check_query, decode_attention_p
-from .spec import ROW_SCALED
+from .. import reference
+from .._core.tensor import NVFP4Tensor, parts_of
+from .._primitives._base import bind
+from .._primitives._cache import Cache, check_of_sequences, check_places
+from .._primitives._products import DENSE_DTYPES
+from .._primitives.append_kv import AppendParams, append_kv_p, check_rows
+from .._primitives.decode_attention import AttentionParams, check_query, decode_attention_p
+from ..spec import ROW_SCALED
+from .arguments import Checks, Implementation, operation
 
 KeysOrValues = NVFP4Tensor | jax.Array
 
