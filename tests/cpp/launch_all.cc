@@ -9,6 +9,7 @@
 #include "cuda/matmul/cublaslt/prepare.h"
 #include "cuda/matmul/launchers.h"
 #include "device_memory.h"
+#include "plan/decode_attention.h"
 #include "plan/matmul.h"
 #include "plan/sm100_cublaslt.h"
 #include "plan/sm90_pinned.h"
@@ -295,6 +296,53 @@ void epilogue(const Shape& s, Float out_kind, bool per_row, bool with_bias, bool
   check_run(launch_epilogue(args, nullptr), "epilogue");
 }
 
+// Six sequences of other lengths, in pages or not; `scale` lengthens them.
+void attention(const char* kernel, int64_t depth, bool paged, Float kind, int scale) {
+  const std::vector<int32_t> ends{0, scale, 64 * scale, 200 * scale, 320 * scale, 77 * scale};
+  const int64_t batch = static_cast<int64_t>(ends.size()), heads = 2, group = 9, tokens = 320 * scale;
+  const int64_t per = tokens / kPageTokens, rows = batch * heads * tokens;
+  std::vector<int32_t> table(batch * per);
+  for (int64_t i = 0; i < batch * per; ++i) table[i] = static_cast<int32_t>(batch * per - 1 - i);
+  Varied codes(rows * depth / 2), scales(rows * depth / 16), q(batch * heads * group * depth * 2);
+  const Buffer amax(std::vector<float>(rows, 3.0f)), lengths(ends), pages(table),
+      out(batch * heads * group * depth * 2);
+  const KvRows cached{codes.as<uint8_t>(), scales.as<uint8_t>(), amax.as<float>()};
+  const KvCacheShape shape{batch, heads, tokens, depth, batch * per, paged ? pages.as<int32_t>() : nullptr};
+  const Buffer scratch(decode_attention_scratch({batch, heads, group, depth, tokens}).bytes);
+  const DecodeAttentionArgs args{q.as<void>(), out.as<void>(),        kind,  cached, cached,
+                                 shape,        lengths.as<int32_t>(), group, 0.1f};
+  check_run(launch_decode_attention(args, kernel, scratch.as<void>(), nullptr), kernel);
+}
+
+void append(int64_t depth, bool paged, Float kind) {
+  const std::vector<int32_t> places{-1, 0, 319, 320, 64, 5},
+      table{1, -1, 0, 4, 2, 3, 9, 5, 6, 7, 8, 5, 99, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7};
+  const int64_t batch = static_cast<int64_t>(places.size()), heads = 3, tokens = 320, num_pages = 10;
+  const int64_t rows = paged ? num_pages * heads * kPageTokens : batch * heads * tokens;
+  Varied k(batch * heads * depth * size_of(kind)), v(batch * heads * depth * size_of(kind));
+  const Buffer codes(rows * depth), scales(rows * depth / 8), amax(rows * 8), positions(places), pages(table);
+  const auto side = [&](int64_t i) {
+    return KvRowsOut{codes.as<uint8_t>() + i * rows * depth / 2, scales.as<uint8_t>() + i * rows * depth / 16,
+                     amax.as<float>() + i * rows};
+  };
+  const KvCacheShape shape{batch, heads, tokens, depth, num_pages, paged ? pages.as<int32_t>() : nullptr};
+  check_run(
+      launch_append_kv({k.as<void>(), v.as<void>(), kind, side(0), side(1), shape, positions.as<int32_t>()}, nullptr),
+      "append_kv");
+}
+
+void caches(Float kind) {
+  for (const int64_t depth : {64, 128})
+    for (const bool paged : {false, true}) {
+      append(depth, paged, kind);
+      if (kind == Float::kF32) continue;
+      attention("sm80_nvfp4_attention", depth, paged, kind, 1);
+#if defined(JNVFP4_SM90A)
+      for (const int scale : {1, 40}) attention("sm90_nvfp4_attention", depth, paged, kind, scale);
+#endif
+    }
+}
+
 const std::vector<Shape> kWhole{{1, 16, 16}, {2, 80, 144}, {1, 64, 64}, {2, 64, 192}, {3, 48, 272}};
 const std::vector<Shape> kRagged{{1, 1, 16}, {2, 33, 48}, {1, 35, 64}, {1, 259, 2112}};
 
@@ -385,6 +433,7 @@ int main(int count, char** arguments) {
   for (Float kind : kFloats) {
     if (runs("quantize")) quantizers(kind);
     if (runs("products")) products(kind);
+    if (runs("attention")) caches(kind);
 #if defined(JNVFP4_SM90A)
     if (runs("hopper")) hopper_products(kind);
 #endif
