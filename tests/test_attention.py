@@ -30,6 +30,7 @@ from meshes import collectives, every_kind, make_mesh
 from operands import ROW
 
 from jnvfp4 import ROW_SCALED, NVFP4Tensor, dequantize, export_checks, quantize
+from jnvfp4._native import plans
 from jnvfp4.attention import KVCache, append_kv, decode_attention
 
 FLOAT16 = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16}
@@ -440,6 +441,13 @@ def test_sizes_of_an_exported_program_are_known(native):
     q, lengths = jax.ShapeDtypeStruct((b, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((b,), jnp.int32)
     with pytest.raises(NotImplementedError, match=r"decode_attention: all sizes must be known .*reference"):
         jax.export.export(jax.jit(decode_attention), platforms=[native.platform])(q, abstract, lengths)
+
+
+def test_what_no_kernel_takes_is_refused(native, monkeypatch):
+    monkeypatch.setattr(plans, "plan_decode_attention", lambda **_: plans.AttentionPlan(0, "it is too large"))
+    problem = jax.tree.map(jnp.asarray, EXAMPLE)
+    with pytest.raises(NotImplementedError, match='no kernel runs here: it is too large; pass implementation="ref'):
+        jax.jit(lambda *v: decode_attention(*v)).lower(problem.q, problem.cache, problem.lengths)
 
 
 def test_there_is_no_gradient(backend):

@@ -74,14 +74,15 @@ def _local(p: AttentionParams, backend: Backend, *flat: jax.Array) -> Sequence[j
 
 def _attend(p: AttentionParams, backend: Backend, q: jax.Array, cache: Cache, lengths: jax.Array) -> jax.Array:
     """Attends for q [B, Hkv, G, D]."""
-    by_reference = lambda: reference.decode_attention(q, *cache, lengths, p.sm_scale)  # noqa: E731
     if backend.name == "reference":
-        return by_reference()
+        return reference.decode_attention(q, *cache, lengths, p.sm_scale)
     known_sizes(OP, q.shape, cache.keys[0].shape)
     tokens = cache.keys[0].shape[2] if cache.pages is None else reference.CHUNK * cache.pages.shape[1]
     plan = plans.plan_decode_attention(shape=(*q.shape, tokens), capability=backend.capability)
     if plan.reason:
-        return by_reference()
+        raise NotImplementedError(
+            f'{OP}: no kernel runs here: {plan.reason}; pass implementation="reference", which is slower'
+        )
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((plan.scratch_bytes,), jnp.uint8)]
     call = jax.ffi.ffi_call("nvfp4_decode_attention", results)
     operands = (q, *cache.keys, *cache.values, lengths, page_operand(cache))
