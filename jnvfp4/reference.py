@@ -2,7 +2,8 @@
 
 The rules of ffi/core/numerics.h under the same names, in the same sections and order, on float32 bit
 patterns (``softfloat``, which has the operations and casts), followed by the whole operations. Bitwise equal to the
-kernels on every XLA backend, eager and under jit. The rules in words: docs/numerics.md.
+kernels on every XLA backend, eager and under jit; attention alone adds plain floats, in the same order and within the
+same bound. The rules in words: docs/numerics.md.
 """
 
 import functools
