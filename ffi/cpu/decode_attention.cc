@@ -19,7 +19,7 @@ struct Partial {
   float sums[kMostDepth];
 };
 
-void merge(Partial& into, const Partial& next, int64_t depth) {
+JNVFP4_HD void merge(Partial& into, const Partial& next, int64_t depth) {
   if (into.empty) {
     into = next;
     return;
@@ -37,31 +37,34 @@ struct Chunk {
   float amax[kChunkTokens];
   float value[kChunkTokens * kMostDepth];
 
-  // Puts element d of token t to t * stride_t + d * stride_d. All rows of a chunk follow each other.
-  void decode(const KvRows& rows, int64_t first, int tokens, int64_t depth, int64_t stride_t, int64_t stride_d) {
+  // Puts element d of token t to t * stride_t + d * stride_d. The rows of a chunk follow each other.
+  JNVFP4_HD void decode(const KvRows& rows, int64_t first, int tokens, int64_t depth, int64_t stride_t,
+                        int64_t stride_d) {
     count = tokens;
     for (int t = 0; t < tokens; ++t) {
-      const int64_t row = first + t;
-      amax[t] = rows.amax[row];
-      for (int64_t d = 0; d < depth; ++d) {
-        const uint32_t code = rows.data[(row * depth + d) / 2] >> (4 * (d % 2)) & 15u;
-        value[t * stride_t + d * stride_d] =
-            mul_rn(e2m1_decode(code), e4m3_decode(rows.scale[(row * depth + d) / kBlock]));
+      amax[t] = rows.amax[first + t];
+      for (int64_t block = 0; block < depth / kBlock; ++block) {
+        const int64_t at = (first + t) * (depth / kBlock) + block;
+        float decoded[kBlock];  // q * s for the 16 codes, exact
+        for (uint32_t c = 0; c < kBlock; ++c) decoded[c] = mul_rn(e2m1_decode(c), e4m3_decode(rows.scale[at]));
+        for (int64_t i = 0; i < kBlock; ++i)
+          value[t * stride_t + (block * kBlock + i) * stride_d] =
+              decoded[rows.data[at * (kBlock / 2) + i / 2] >> (4 * (i % 2)) & 15u];
       }
     }
   }
 };
 
 // The largest power of two that is at most an amax, as its exponent; bounded, so that its factor is a normal number.
-int exponent_of(const Chunk& values) {
+JNVFP4_HD int exponent_of(const Chunk& values) {
   uint32_t m = 0;
   for (int t = 0; t < values.count; ++t) m = amax_bits(m, bits_of(values.amax[t]) & kMagnitude);
   return std::clamp(static_cast<int>(m >> 23) - 127, -100, 127);
 }
 
 // One query head over a chunk; keys have tokens side by side, values elements.
-void attend(const float* q, float factor, const Chunk& keys, const Chunk& values, int exponent, int64_t depth,
-            Partial& out) {
+JNVFP4_HD void attend(const float* q, float factor, const Chunk& keys, const Chunk& values, int exponent, int64_t depth,
+                      Partial& out) {
   float x[kChunkTokens] = {};
   for (int64_t d = 0; d < depth; ++d)
     for (int t = 0; t < kChunkTokens; ++t) x[t] += q[d] * keys.value[d * kChunkTokens + t];
@@ -78,47 +81,51 @@ void attend(const float* q, float factor, const Chunk& keys, const Chunk& values
 
 // All query heads of a sequence and kv head.
 template <class T>
-void attend_row(const DecodeAttentionArgs& a, int64_t sequence, int64_t head) {
-  const KvCacheShape& c = a.cache;
-  const int length = static_cast<int>(std::clamp<int64_t>(a.lengths[sequence], 0, c.tokens));
-  const int each = segment_tokens(length);
-  const int64_t first = (sequence * c.kv_heads + head) * a.group * c.depth;
-  const auto* const stored = static_cast<const typename T::Stored*>(a.q) + first;
-  std::vector<float> q(a.group * c.depth);
-  for (size_t i = 0; i < q.size(); ++i) q[i] = T::load(stored[i]);
-  const float factor = a.sm_scale * 1.44269504f / 2688.0f;
-  std::vector<Partial> segment(a.group), result(4 * a.group);  // results: of every fourth segment
-  const auto chunks = std::make_unique<Chunk[]>(2);
-  Partial chunk;
-  for (int begin = 0; begin < length; begin += kChunkTokens) {
-    const int64_t row = c.row(sequence, head, begin);
-    const int count = std::min(kChunkTokens, length - begin);
-    chunks[0].decode(a.keys, row, count, c.depth, 1, kChunkTokens);
-    chunks[1].decode(a.values, row, count, c.depth, c.depth, 1);
-    const bool last = begin + kChunkTokens >= length || (begin + kChunkTokens) % each == 0;
+struct AttendRow {
+  static JNVFP4_HD void run(const DecodeAttentionArgs& a, int64_t sequence, int64_t head) {
+    const KvCacheShape& c = a.cache;
+    const int length = static_cast<int>(std::clamp<int64_t>(a.lengths[sequence], 0, c.tokens));
+    const int each = segment_tokens(length);
+    const int64_t first = (sequence * c.kv_heads + head) * a.group * c.depth;
+    const auto* const stored = static_cast<const typename T::Stored*>(a.q) + first;
+    std::vector<float> q(a.group * c.depth);
+    for (size_t i = 0; i < q.size(); ++i) q[i] = T::load(stored[i]);
+    const float factor = a.sm_scale * 1.44269504f / 2688.0f;
+    std::vector<Partial> segment(a.group), result(4 * a.group);  // results: of every fourth segment
+    const auto chunks = std::make_unique<Chunk[]>(2);
+    Partial chunk;
+    for (int begin = 0; begin < length; begin += kChunkTokens) {
+      const int64_t row = c.row(sequence, head, begin);
+      const int count = std::min(kChunkTokens, length - begin);
+      chunks[0].decode(a.keys, row, count, c.depth, 1, kChunkTokens);
+      chunks[1].decode(a.values, row, count, c.depth, c.depth, 1);
+      const int exponent = exponent_of(chunks[1]);
+      const bool last = begin + kChunkTokens >= length || (begin + kChunkTokens) % each == 0;
+      for (int64_t g = 0; g < a.group; ++g) {
+        attend(&q[g * c.depth], factor, chunks[0], chunks[1], exponent, c.depth, chunk);
+        merge(segment[g], chunk, c.depth);
+        if (!last) continue;
+        merge(result[4 * g + begin / each % 4], segment[g], c.depth);
+        segment[g].empty = true;
+      }
+    }
+    auto* const out = static_cast<typename T::Stored*>(a.out) + first;
     for (int64_t g = 0; g < a.group; ++g) {
-      attend(&q[g * c.depth], factor, chunks[0], chunks[1], exponent_of(chunks[1]), c.depth, chunk);
-      merge(segment[g], chunk, c.depth);
-      if (!last) continue;
-      merge(result[4 * g + begin / each % 4], segment[g], c.depth);
-      segment[g].empty = true;
+      Partial& sum = result[4 * g];
+      for (int i = 1; i < 4; ++i)
+        if (!result[4 * g + i].empty) merge(sum, result[4 * g + i], c.depth);
+      for (int64_t d = 0; d < c.depth; ++d)
+        out[g * c.depth + d] = T::store(length ? sum.sums[d] / sum.l * (std::exp2(sum.v - sum.m) / 2688.0f) : 0.0f);
     }
   }
-  auto* const out = static_cast<typename T::Stored*>(a.out) + first;
-  for (int64_t g = 0; g < a.group; ++g) {
-    Partial& sum = result[4 * g];
-    for (int i = 1; i < 4; ++i)
-      if (!result[4 * g + i].empty) merge(sum, result[4 * g + i], c.depth);
-    for (int64_t d = 0; d < c.depth; ++d)
-      out[g * c.depth + d] = T::store(length ? sum.sums[d] / sum.l * (std::exp2(sum.v - sum.m) / 2688.0f) : 0.0f);
-  }
-}
+};
 
 ffi::Error run(ffi::ThreadPool pool, const DecodeAttentionArgs& a, std::string_view, void*) {
   const int64_t heads = a.cache.kv_heads;
   with_float(a.kind, [&](auto t) {
+    const auto attend_row = Compiled<AttendRow<decltype(t)>>::best();
     parallel_for(pool, a.cache.batch * heads, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) attend_row<decltype(t)>(a, i / heads, i % heads);
+      for (int64_t i = begin; i < end; ++i) attend_row(a, i / heads, i % heads);
     });
   });
   return ffi::Error::Success();
