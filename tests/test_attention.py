@@ -362,7 +362,9 @@ def test_a_donated_cache_stays_where_it_is(native):
 
 
 # ---------------------------------------------------------------- transforms
-EXAMPLE = make([64, 64, 64], capacity=128)._replace(lengths=np.array([64, 0, 30], np.int32))
+EXAMPLE = make([64, 64, 64], capacity=128)
+PAGED = paged(EXAMPLE)._replace(lengths=np.array([64, 0, 30], np.int32))
+EXAMPLE = EXAMPLE._replace(lengths=PAGED.lengths)
 
 
 AXES = {
@@ -378,7 +380,7 @@ AXES = {
 @pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 def test_vmap_of_attention_is_a_loop(backend, axes, in_pages):
-    one = paged(EXAMPLE) if in_pages else EXAMPLE
+    one = PAGED if in_pages else EXAMPLE
     parts = tuple(jax.tree.leaves(one.cache[:2]))
     args = [*parts, one.q, one.lengths, *([one.cache.pages] if in_pages else [])]
     axes = [axes[0]] * 6 + [axes[1], axes[2]] + ([axes[3]] if in_pages else [])
@@ -400,7 +402,7 @@ def test_vmap_of_attention_is_a_loop(backend, axes, in_pages):
 @pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("of_cache", [0, None])
 def test_vmap_of_append_is_a_loop(backend, in_pages, of_cache):
-    one = paged(EXAMPLE) if in_pages else EXAMPLE
+    one = PAGED if in_pages else EXAMPLE
     structure = jax.tree.structure(tuple(one.cache[:2]))
     k = rows_to_append(3, 2, 64, np.float16)
     args = [*jax.tree.leaves(one.cache[:2]), k, -k, np.array([0, 4, -1], np.int32)]
@@ -426,7 +428,7 @@ def step(cache, q, k, positions):
 
 def test_export(native):
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
-    for problem in (EXAMPLE, paged(EXAMPLE)):
+    for problem in (EXAMPLE, PAGED):
         k = np.ones((3, 2, 64), np.float16)
         args = jax.tree.map(jnp.asarray, (problem.cache, problem.q, k, np.array([63, 4, 40], np.int32)))
         exported = jax.export.export(jax.jit(step), disabled_checks=export_checks(), platforms=[native.platform])(*args)
