@@ -29,7 +29,7 @@ CALLS = {
     "jnvfp4.grouped_matmul_nt(x, q, sizes)": "Array",
     "jnvfp4.linear(x, w, jnvfp4.recipes.pretrain(), key=key)": "Array",
     "jnvfp4.grouped_linear(x, w, sizes)": "Array",
-    "jnvfp4.attention.append_kv(jnvfp4.attention.KVCache.zeros((2, 1, 64, 64)), x, x, sizes)": "KVCache",
+    "jnvfp4.attention.append_kv(jnvfp4.attention.KVCache(q, q), x, x, sizes).keys": "NVFP4Tensor | Array",
     "jnvfp4.attention.decode_attention(x, jnvfp4.attention.KVCache(q, q), sizes)": "Array",
     "jnvfp4.einsum('mk,nk->mn', x, w)": "Array",
     "jnvfp4.DotGeneral(jnvfp4.recipes.pretrain())": "DotGeneral",
