@@ -12,28 +12,40 @@ __device__ __forceinline__ void wait_for_segments() {
 #endif
 }
 
-// Adds the segments of a query head, a CTA each: four sums of every fourth, in ascending order. All loads are in flight
-// at once.
+// A load where it stands, ahead of what follows: the compiler would put it where it is used.
+__device__ __forceinline__ float4 load_now(const float4* p) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
+// Adds the segments of a query head, a CTA each: four sums of every fourth, in ascending order. A thread has four
+// elements of one of them, and all its loads are in flight at once.
 template <int D, class T>
-__global__ void __launch_bounds__(4 * D) combine_kernel(const __grid_constant__ Args a) {
-  constexpr int kEach = kMostSegments / 4, kOfLane = (kMostSegments + 31) / 32;
-  __shared__ float sums[4][D];
+__global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Args a) {
+  constexpr int kEach = kMostSegments / 4, kOfLane = (kMostSegments + 31) / 32, kFours = D / 4;
+  __shared__ float4 sums[4][kFours];
   const int head = blockIdx.x % a.group, row = blockIdx.x / a.group, sequence = row / a.kv_heads;
-  const int lane = threadIdx.x % 32, d = threadIdx.x % D, quarter = threadIdx.x / D;
+  const int lane = threadIdx.x % 32, d = threadIdx.x % kFours, quarter = threadIdx.x / kFours;
   const int n = num_segments(a.length(sequence));
   const int64_t at = int64_t{row} * a.max_segments * a.group + head;
   wait_for_segments();
-  float part[kEach];
-  float4 h[kOfLane];
+  float4 part[kEach], h[kOfLane];
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
     h[i] = make_float4(-INFINITY, 0.0f, -INFINITY, 0.0f);
     if (lane + 32 * i < n) h[i] = a.heads[at + int64_t{lane + 32 * i} * a.group];
   }
 #pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    part[i] = quarter + 4 * i < n ? a.sums[(at + int64_t{quarter + 4 * i} * a.group) * D + d] : 0.0f;
-  float m = -INFINITY, v = -INFINITY, l = 0.0f, sum = 0.0f;
+  for (int i = 0; i < kEach; ++i) {
+    const int s = quarter + 4 * i;
+    const int64_t from = at + int64_t{min(s, max(n - 1, 0))} * a.group;
+    part[i] = load_now(reinterpret_cast<const float4*>(a.sums) + from * kFours + d);
+  }
+  float m = -INFINITY, v = -INFINITY, l = 0.0f;
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) m = fmaxf(m, h[i].x), v = fmaxf(v, h[i].z);
 #pragma unroll
@@ -43,25 +55,37 @@ __global__ void __launch_bounds__(4 * D) combine_kernel(const __grid_constant__ 
     if (lane + 32 * i < n) l = __fmaf_rn(h[i].y, exp2_approx(h[i].x - m), l), h[i].z = exp2_approx(h[i].z - v);
 #pragma unroll
   for (int k = 1; k < 32; k *= 2) l += __shfl_xor_sync(~0u, l, k);
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const float weight = __shfl_sync(~0u, h[4 * i / 32].z, (quarter + 4 * i) % 32);
-    if (quarter + 4 * i < n) sum = __fmaf_rn(part[i], weight, sum);
+    const int s = quarter + 4 * i;
+    const float weight = __shfl_sync(~0u, h[4 * i / 32].z, s % 32);
+    if (s >= n) continue;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) (&sum.x)[k] = __fmaf_rn((&part[i].x)[k], weight, (&sum.x)[k]);
   }
   sums[quarter][d] = sum;
   __syncthreads();
   if (quarter) return;
+  struct alignas(4 * sizeof(typename T::Stored)) Four {
+    typename T::Stored element[4];
+  } out;
+  const float factor = exp2_approx(v - m) * (1.0f / 2688.0f);
 #pragma unroll
-  for (int k = 1; k < 4; ++k) sum += sums[k][d];
-  const float out = n ? sum / l * (exp2_approx(v - m) * (1.0f / 2688.0f)) : 0.0f;
-  static_cast<typename T::Stored*>(a.out)[int64_t{blockIdx.x} * D + d] = T::store(out);
+  for (int k = 0; k < 4; ++k) {
+    float x = (&sum.x)[k];
+#pragma unroll
+    for (int i = 1; i < 4; ++i) x += (&sums[i][d].x)[k];
+    out.element[k] = T::store(n ? x / l * factor : 0.0f);
+  }
+  static_cast<Four*>(a.out)[int64_t{blockIdx.x} * kFours + d] = out;
 }
 
 template <int D, class T>
 cudaError_t launch(const Args& a, bool early, cudaStream_t stream) {
   const unsigned grid = static_cast<unsigned>(a.batch) * static_cast<unsigned>(a.kv_heads * a.group);
-  if (early) return launch_early(combine_kernel<D, T>, dim3(grid), 4 * D, 1, 0, stream, a);
-  combine_kernel<D, T><<<grid, 4 * D, 0, stream>>>(a);
+  if (early) return launch_early(combine_kernel<D, T>, dim3(grid), D, 1, 0, stream, a);
+  combine_kernel<D, T><<<grid, D, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
