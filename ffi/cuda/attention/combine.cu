@@ -23,7 +23,7 @@ __device__ __forceinline__ float4 load_now(const float4* p) {
 }
 
 // Adds the segments of a query head, a CTA each: four sums of every fourth, in ascending order. A thread has four
-// elements of one of them, and all its loads are in flight at once.
+// elements of one of them.
 template <int D, class T>
 __global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Args a) {
   constexpr int kEach = kMostSegments / 4, kOfLane = (kMostSegments + 31) / 32, kFours = D / 4;
@@ -32,7 +32,15 @@ __global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Args
   const int lane = threadIdx.x % 32, d = threadIdx.x % kFours, quarter = threadIdx.x / kFours;
   const int n = num_segments(a.length(sequence));
   const int64_t at = int64_t{row} * a.max_segments * a.group + head;
+  struct alignas(4 * sizeof(typename T::Stored)) Four {
+    typename T::Stored element[4];
+  };
+  Four* const to = static_cast<Four*>(a.out) + int64_t{blockIdx.x} * kFours + d;
   wait_for_segments();
+  if (n == 0) {
+    if (quarter == 0) *to = Four{};
+    return;
+  }
   float4 part[kEach], h[kOfLane];
 #pragma unroll
   for (int i = 0; i < kOfLane; ++i) {
@@ -42,7 +50,7 @@ __global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Args
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int s = quarter + 4 * i;
-    const int64_t from = at + int64_t{min(s, max(n - 1, 0))} * a.group;
+    const int64_t from = at + int64_t{min(s, n - 1)} * a.group;
     part[i] = load_now(reinterpret_cast<const float4*>(a.sums) + from * kFours + d);
   }
   float m = -INFINITY, v = -INFINITY, l = 0.0f;
@@ -67,18 +75,16 @@ __global__ void __launch_bounds__(D) combine_kernel(const __grid_constant__ Args
   sums[quarter][d] = sum;
   __syncthreads();
   if (quarter) return;
-  struct alignas(4 * sizeof(typename T::Stored)) Four {
-    typename T::Stored element[4];
-  } out;
+  Four out;
   const float factor = exp2_approx(v - m) * (1.0f / 2688.0f);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     float x = (&sum.x)[k];
 #pragma unroll
     for (int i = 1; i < 4; ++i) x += (&sums[i][d].x)[k];
-    out.element[k] = T::store(n ? x / l * factor : 0.0f);
+    out.element[k] = T::store(x / l * factor);
   }
-  static_cast<Four*>(a.out)[int64_t{blockIdx.x} * kFours + d] = out;
+  *to = out;
 }
 
 template <int D, class T>
