@@ -137,23 +137,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     a list again where it ends. So each value is in at least one case. Fixtures, such as backends, are not counted.
     """
     items.sort(key=lambda item: BESIDE.get(item.path.name, item.path.name))
+    lists: dict[int, tuple[list[str], dict[tuple[int, ...], int]]] = {}  # by mark, which the cases of a test share
     for item in items:
-        if not _on_diagonal([_chosen(item, mark) for mark in item.iter_markers("parametrize")]):
+        chosen = []
+        for mark in item.iter_markers("parametrize"):
+            if id(mark) not in lists:
+                lists[id(mark)] = _list_of(mark)
+            names, places = lists[id(mark)]
+            chosen.append((places[tuple(id(item.callspec.params[name]) for name in names)], len(mark.args[1])))
+        if not _on_diagonal(chosen):
             item.add_marker(pytest.mark.product)
 
 
 def _on_diagonal(chosen: list[tuple[int, int]]) -> bool:
     longest = max((size for _, size in chosen), default=1)
-    return any(all(i == case % size for i, size in chosen) for case in range(longest))
+    return len(chosen) < 2 or any(all(i == case % size for i, size in chosen) for case in range(longest))
 
 
-def _chosen(item, mark) -> tuple[int, int]:
-    """Returns which value of a list of parameters a case has, and the length of the list."""
+def _list_of(mark) -> tuple[list[str], dict[tuple[int, ...], int]]:
+    """Returns the names of a list of parameters, and the place of each of its values, which are told apart by ``is``."""
     names, values = mark.args
-    names = names.split(",") if isinstance(names, str) else names
-    case = [item.callspec.params[name.strip()] for name in names]
+    names = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+    places: dict[tuple[int, ...], int] = {}
     for i, value in enumerate(values):
         value = value.values if isinstance(value, ParameterSet) else value if len(names) > 1 else (value,)
-        if all(a is b for a, b in zip(case, value, strict=True)):
-            return i, len(values)
-    raise AssertionError(f"{item.nodeid} has no value of {names}")
+        places.setdefault(tuple(map(id, value)), i)
+    return names, places
