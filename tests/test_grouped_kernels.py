@@ -59,7 +59,7 @@ def on_host(tmp_path_factory) -> pathlib.Path:
     """cpp/grouped_on_host.cc, which needs no GPU."""
     program, here = tmp_path_factory.mktemp("grouped") / "grouped_on_host", pathlib.Path(__file__).parent
     ffi, cpp = here.parent / "ffi", here / "cpp"
-    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", f"-I{ffi}", f"-I{cpp / 'host_cuda'}"]
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ffi}", f"-I{cpp / 'host_cuda'}"]
     sources = [cpp / "grouped_on_host.cc", *sorted(ffi.glob("plan/*.cc"))]
     subprocess.run(["g++", *flags, *map(str, sources), "-o", str(program)], check=True)
     return program

@@ -171,26 +171,26 @@ ON_MESH = {"one": recipes.DEFAULT, "twice": TWICE, "dequantized": recipes.pretra
 ON_MESH["high precision"] = recipes.inference()
 
 
+@pytest.mark.parametrize("name", ON_MESH)
 @pytest.mark.parametrize(("kind", "w_axes", "of_x", "of_w", "gather"), SHARDED, ids=str)
-def test_on_a_mesh_it_moves_what_its_array_moves(devices, kind, w_axes, of_x, of_w, gather):
+def test_on_a_mesh_it_moves_what_its_array_moves(devices, kind, w_axes, of_x, of_w, gather, name):
     """Gathered weights too: as bytes, and once where dgrad reads the tensor of fprop. An array that no GEMM reads may
     differ from what was quantized."""
-    mesh, w = make_mesh(devices, kind=kind), normal((256, 256), 2)
+    mesh, w, recipe = make_mesh(devices, kind=kind), normal((256, 256), 2), ON_MESH[name]
     along_n = (*(gather[1] if gather else of_w), None, None)[w_axes.index("n")]
     x, dy = put(normal((128, 256), 1), mesh, of_x), put(normal((128, 256), 3), mesh, P(of_x[0], along_n))
-    for name, recipe in ON_MESH.items():
-        weight = jax.jit(partial(QuantizedWeight.of, recipe=recipe, w_axes=w_axes))(put(w, mesh, of_w))
-        f = partial(vjp_of, recipe=recipe, key=KEY, w_axes=w_axes, w_gather=gather)
-        array = put(w if recipe.dgrad is None else 2 * w, mesh, of_w)
-        got, found = run(lambda x, w, dy, weight, f=f: f(x, w, dy, weight=weight), x, array, dy, weight)
-        want, of_array = run(f, x, put(w, mesh, of_w), dy)
-        if devices[0].platform == "cpu":
-            assert_same_tensor(got, want, name)
-        assert [v.sharding for v in got] == [v.sharding for v in want]
-        # On a GPU XLA gathers either along the first axis and transposes, or not.
-        part = (lambda s: s) if devices[0].platform == "cpu" else (lambda s: (s.partition("[")[0], elements(s)))
-        moved = lambda found, part=part: Counter((op, part(s)) for op, s in found if not is_maximum(s))  # noqa: E731
-        assert moved(found) == moved(of_array), name
+    weight = jax.jit(partial(QuantizedWeight.of, recipe=recipe, w_axes=w_axes))(put(w, mesh, of_w))
+    f = partial(vjp_of, recipe=recipe, key=KEY, w_axes=w_axes, w_gather=gather)
+    array = put(w if recipe.dgrad is None else 2 * w, mesh, of_w)
+    got, found = run(lambda x, w, dy, weight: f(x, w, dy, weight=weight), x, array, dy, weight)
+    want, of_array = run(f, x, put(w, mesh, of_w), dy)
+    if devices[0].platform == "cpu":
+        assert_same_tensor(got, want)
+    assert [v.sharding for v in got] == [v.sharding for v in want]
+    # On a GPU XLA gathers either along the first axis and transposes, or not.
+    part = (lambda s: s) if devices[0].platform == "cpu" else (lambda s: (s.partition("[")[0], elements(s)))
+    moved = lambda found: Counter((op, part(s)) for op, s in found if not is_maximum(s))  # noqa: E731
+    assert moved(found) == moved(of_array)
 
 
 def test_a_weight_quantized_once_inside_shard_map(devices):
