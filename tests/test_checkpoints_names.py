@@ -269,7 +269,7 @@ def test_names_of_any_kind(shapes, options):
 
 
 @pytest.mark.long
-@hypothesis.settings(max_examples=5000, deadline=None, database=None)
+@hypothesis.settings(max_examples=1000, deadline=None, database=None)
 @hypothesis.given(any_tensors, any_options)
 def test_names_of_any_kind_for_long(shapes, options):
     check_names(shapes, options)

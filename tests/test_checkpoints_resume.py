@@ -490,7 +490,7 @@ def stopped(arguments, how, writes, moment) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s else []) for s in range(20)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[pytest.mark.long] if s else []) for s in range(12)])
 def test_a_killed_conversion_goes_on(layers, tmp_path, seed):
     (model, want), out, rng = layers, tmp_path / "out", random.Random(seed)
     arguments = ["convert", str(model), str(out)]

@@ -180,13 +180,15 @@ def test_a_mutation_is_found_under_its_rule(mutation, monkeypatch):
     assert rules <= different(found)
 
 
-FEW = ("5 blocks", "11 4over6", "18 dequantize", "19 product")
+FEW = ("5 blocks", "18 dequantize", "19 product")
+OF_LIBRARY = {"native": ("11 4over6", *FEW), "reference": FEW}  # which compiles long for 4over6: test_golden.py
 
 
 @pytest.mark.parametrize("implementation", ["native", pytest.param("reference", marks=pytest.mark.long)])
 def test_this_library_conforms(implementation):
-    found = checker.compare(conform.results_of(VECTORS, implementation, FEW), VECTORS)
-    assert {rule: text for rule, text in found.items() if text != "not offered"} == dict.fromkeys(FEW, "equal")
+    rules = OF_LIBRARY[implementation]
+    found = checker.compare(conform.results_of(VECTORS, implementation, rules), VECTORS)
+    assert {rule: text for rule, text in found.items() if text != "not offered"} == dict.fromkeys(rules, "equal")
 
 
 @pytest.mark.long

@@ -264,6 +264,7 @@ def llama_logits(weights, tokens, config):
     return norm(x, "model.norm") @ weights["lm_head"].T
 
 
+@pytest.mark.long
 def test_microbatches_with_carried_amaxes_and_weights_quantized_once_train_with_the_same_bits(hugging_face):
     """As microbatches that find the amaxes and quantize each time, over two updates."""
     pytest.importorskip("tqdm", reason="needs the extra [examples]")
