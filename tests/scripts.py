@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+from conftest import QUICKLY
+
 ROOT = pathlib.Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PNG = b"\x89PNG"
@@ -13,18 +15,11 @@ PNG = b"\x89PNG"
 
 def run(script: str, *arguments: str, cwd: pathlib.Path, timeout: float = 300) -> str:
     """What a script of examples/ prints, or a module of the repository."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    paths = filter(None, (environment.get("PYTHONPATH"), str(ROOT)))
-    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+    paths = filter(None, (os.environ.get("PYTHONPATH"), str(ROOT)))
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICKLY, "PYTHONPATH": os.pathsep.join(paths)}
     program = [str(EXAMPLES / script)] if script.endswith(".py") else ["-m", script]
-    done = subprocess.run(
-        [sys.executable, *program, *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    options = {"cwd": cwd, "env": os.environ | environment, "capture_output": True, "text": True, "timeout": timeout}
+    done = subprocess.run([sys.executable, *program, *arguments], **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

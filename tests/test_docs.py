@@ -35,9 +35,7 @@ def test_code_blocks_run(page, tmp_path):
         pytest.importorskip(library)
     script = tmp_path / "blocks.py"
     script.write_text(python_blocks(page))
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    if page.name == "sharding.md":  # needs eight devices
-        env["JAX_PLATFORMS"] = "cpu"
+    env = os.environ | ({"JAX_PLATFORMS": "cpu"} if page.name == "sharding.md" else {})  # which needs eight devices
     result = subprocess.run([sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
