@@ -164,10 +164,7 @@ FAMILIES: dict[str, tuple[dict, dict[str, tuple[int, ...]]]] = {
             **_mlp(f"{_L}0.mlp"),
         },
     ),
-    "Qwen3-MoE": (
-        {"model_type": "qwen3_moe"},
-        {**_ends(), **_attention(f"{_L}0.self_attn"), **_experts(f"{_L}0.mlp")},
-    ),
+    "Qwen3-MoE": ({"model_type": "qwen3_moe"}, {**_ends(), **_attention(f"{_L}0.self_attn"), **_experts(f"{_L}0.mlp")}),
     "Qwen3.5": (
         {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 2}},
         {

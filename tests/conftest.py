@@ -162,7 +162,7 @@ def _on_diagonal(chosen: list[tuple[int, int]]) -> bool:
 
 
 def _list_of(mark) -> tuple[list[str], dict[tuple[int, ...], int]]:
-    """Returns the names of a list of parameters, and the place of each of its values, which are told apart by ``is``."""
+    """Returns the names of a list of parameters, and the place of each of its values by their identities."""
     names, values = mark.args
     names = [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
     places: dict[tuple[int, ...], int] = {}

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import DOWN, GATE, UP, draw_nothing, files_of, model_of, weight
 
-from jnvfp4.checkpoints import (
-    CheckpointError,
-    ConvertOptions,
-    convert_checkpoint,
-    open_checkpoint,
-    write_input_amaxes,
-)
+from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, write_input_amaxes
 from jnvfp4.checkpoints._files.source import open_source
 from jnvfp4.cli import main
 

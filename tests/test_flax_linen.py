@@ -12,21 +12,7 @@ from helpers import assert_bitwise, assert_same_tensor, equations, key_of_operan
 pytest.importorskip("flax", "0.12")
 
 from flax import linen as nn
-from flax_models import (
-    ALL,
-    KEY,
-    NEAREST,
-    SR,
-    TOKENS,
-    WIDTH,
-    Mlp,
-    MoeBlock,
-    Stack,
-    Transformer,
-    X,
-    init,
-    shapes,
-)
+from flax_models import ALL, KEY, NEAREST, SR, TOKENS, WIDTH, Mlp, MoeBlock, Stack, Transformer, X, init, shapes
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 

@@ -46,10 +46,7 @@ def in_processes(platform: str, *each: dict[str, str]) -> list[dict[str, str]]:
 
 @pytest.mark.long
 def test_in_two_processes_of_four_cpus():
-    flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    }
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
     assert in_processes("cpu", flags, flags) == 2 * [on_one_cpu()]
 
 
