@@ -353,7 +353,11 @@ def grouped_vjp(x, w, dy, recipe, w_gather=None, w_axes="nk"):
 
 
 @pytest.mark.parametrize("w_axes", ["nk", "kn"])
-@pytest.mark.parametrize(("kind", "axes", "gather", "name"), EXPERT_STEPS.values(), ids=EXPERT_STEPS)
+@pytest.mark.parametrize(
+    ("kind", "axes", "gather", "name"),
+    # By default one tensor and two; test_linear_with_gathered_weights reads w in the other ways.
+    [pytest.param(*v, id=i, marks=[pytest.mark.long] * (v[3] not in [*RECIPES][:2])) for i, v in EXPERT_STEPS.items()],
+)
 def test_experts_are_gathered_as_bytes(kind, axes, gather, name, w_axes):
     """The tiles of the experts of a device, once or for either product, and nothing else of a quantized product."""
     mesh, recipe, rows = make_mesh(CPUS, axes, kind), RECIPES[name], P(axes[-1])
