@@ -114,10 +114,10 @@ def steady() -> Iterable[Cells]:
 
 
 # ---------------------------------------------------------------- results of examples
-def rates(file: str, group: str, names: Cells) -> Iterable[Cells]:
+def rates(file: str, group: str, names: Cells) -> Iterable[list[str]]:
     """Tokens per second, and the speedup over bfloat16."""
-    for batch in ("1", "4", "16", "64"):
-        rate = {name: of["tokens_per_second"] for name, of in load(file)[group][batch].items()}
+    for batch, runs in load(file)[group].items():
+        rate = {name: of["tokens_per_second"] for name, of in runs.items()}
         faster = [f"{rate[name]:.0f} ({rate[name] / rate['bf16']:.2f})" for name in names]
         yield [batch, f"{rate['bf16']:.0f}", *faster]
 
@@ -187,9 +187,14 @@ def quantized_models() -> Iterable[Cells]:
         yield [row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed]
 
 
-def serving() -> Iterable[Cells]:
-    yield from rates("h200_serve", "batch", ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4"))
-    yield "perplexity", *(f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values())
+KV4 = ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4")
+
+
+def caches() -> Iterable[Cells]:
+    for file, tokens in ("h100_serve", "128"), ("h100_serve_32k", "32,704"):
+        for batch, *of in rates(file, "batch", KV4):
+            yield batch, tokens, *of
+    yield "perplexity", "", *(f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values())
 
 
 def summary() -> Iterable[Cells]:
@@ -202,12 +207,16 @@ def summary() -> Iterable[Cells]:
 
     quantizer = float(cell("h200_quantize", "large", "nvfp4", "times naive"))
     decoding = load("h200_serve")["batch"]["1"]["W4A16"]["times_bf16"]
+    with_cache = load("h100_serve_32k")["batch"]["8"]["W4A16 KV4"]["times_bf16"]
     _, (_, _, slower, *_) = training_steps()  # of pretrain
     gemm = f"{faster(1, 8)}; {faster(16, 64)}; {faster(128, 8192)} as fast"
     yield "memory of weights", f"{2 / 0.5625:.1f}x smaller: 0.5625 bytes per value"
     yield "GEMM with 4-bit weights, M up to 8; 16 to 64; 128 and more", gemm
     yield "`quantize`, 16384 x 6144", f"{quantizer:.1f}x as fast as the same in jitted `jax.numpy`"
-    yield "decoding with 4-bit weights, Llama 3 8B sizes, batch 1", f"{decoding:.1f}x the tokens per second"
+    yield (
+        "decoding Llama 3 8B sizes, batch 1; 32k tokens, NVFP4 KV cache (H100)",
+        f"{decoding:.1f}x; {with_cache:.1f}x as fast",
+    )
     yield "training step, 86M parameters", f"{slower}x slower: Hopper has no FP4 tensor cores"
 
 
@@ -241,7 +250,8 @@ TABLES = {
     ),
     "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
     "quantized": Table("quantized | recipe | perplexity | loss above bf16, % | closed, %", quantized_models),
-    "serving": Table("sequences | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", serving),
+    "serving": Table("sequences | bfloat16 | W4A16 | W4A4", lambda: rates("h200_serve", "batch", ("W4A16", "W4A4"))),
+    "caches": Table("sequences | tokens | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", caches),
     "step": Table(" | bf16 | pretrain | pretrain_unbiased | pretrain_4over6 | rl", training_steps, "docs/training.md"),
 }
 
