@@ -264,12 +264,23 @@ def modelopt(name: str, case: Case) -> Arrays:
     return {"data": q._quantized_data.numpy(), "scale": scale.view(torch.uint8).numpy()}
 
 
+def ejkernel(name: str, case: Case) -> Arrays:
+    """Its mode "nvfp4", which has no second level of scales."""
+    from ejkernel.quantization import quantize
+
+    if not _is_plain(name, case) or "amax" in case:
+        return {}
+    data, scale = quantize(jnp.asarray(widened(case["x"])), mode="nvfp4", axis="col")
+    return {"data": np.asarray(data).view(np.uint8), "scale": np.asarray(scale)}
+
+
 PEERS: dict[str, tuple[Callable[[str, Case], Arrays], str]] = {  # and the distribution that has a version
     "jax.nn": (jax_nn, "jax"),
     "qwix": (qwix, "qwix"),
     "compressed-tensors": (compressed_tensors, "compressed-tensors"),
     "torchao": (torchao, "torchao"),
     "modelopt": (modelopt, "nvidia-modelopt"),
+    "ejkernel": (ejkernel, "ejkernel"),
 }
 
 
