@@ -55,7 +55,7 @@ def _kernels(compiler: str, folder: pathlib.Path, optimize: str, *link: str) -> 
     """Compiles every kernel and the program that runs them, by two compilers at a time."""
     program = folder / "cpu_kernels"
     sources = [ROOT / "tests" / "cpp" / "cpu_kernels.cc", *LINKED]
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
     left = list(zip(sources, objects, strict=True))
     while left:
         pair, left = left[:2], left[2:]
