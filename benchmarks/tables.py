@@ -116,8 +116,9 @@ def steady() -> Iterable[Cells]:
 # ---------------------------------------------------------------- results of examples
 def rates(file: str, group: str, names: Cells) -> Iterable[list[str]]:
     """Tokens per second, and the speedup over bfloat16."""
-    for batch, runs in load(file)[group].items():
-        rate = {name: of["tokens_per_second"] for name, of in runs.items()}
+    groups = load(file)[group]
+    for batch in filter(groups.get, ("1", "8", "16", "64")):
+        rate = {name: of["tokens_per_second"] for name, of in groups[batch].items()}
         faster = [f"{rate[name]:.0f} ({rate[name] / rate['bf16']:.2f})" for name in names]
         yield [batch, f"{rate['bf16']:.0f}", *faster]
 

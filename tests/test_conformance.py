@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from conftest import skip_or_fail
 
-from benchmarks import conformance as maker
 from jnvfp4._reports import conform
 from jnvfp4.conformance import __main__ as checker
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one tested
+
+from benchmarks import conformance as maker  # noqa: E402
+
 DATA = ROOT / "tests" / "data"
 FOLDER = ROOT / "jnvfp4" / "conformance"
 VECTORS = checker.load()
