@@ -709,7 +709,10 @@ for cache in (kv(), dense_kv()):
         n,
         sm_scale=np.inf,
     )
-    rule("TypeError: sm_scale must be None or a finite", decode_attention, q, cache, n, sm_scale=a())
+    for scale in (a(), True, 10**400, 1e39):  # the last is no float32
+        rule("TypeError: sm_scale must be None or a finite", decode_attention, q, cache, n, sm_scale=scale)
+    empty = KVCache.zeros((3, 0, 64, 64))
+    rule(text.replace("3 and 2", "4 and 0"), decode_attention, q, empty, n)
     rule("TypeError: positions must be int32, got float32", append_kv, cache, rows, rows, a(3))
     rule(
         "positions must have shape (3,), one for each sequence, got (2,)", append_kv, cache, rows, rows, a(2, dtype=I32)

@@ -1,6 +1,5 @@
 """A KV cache in NVFP4 or 16-bit floats: attention of one new token of each sequence, and appending it."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -172,7 +171,7 @@ def decode_attention(
     lengths = check.array("lengths", lengths)
     if sm_scale is None:
         sm_scale = q.shape[-1] ** -0.5
-    if not isinstance(sm_scale, int | float) or not math.isfinite(sm_scale):
+    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float) or not abs(sm_scale) < 2.0**128:
         raise TypeError(f"{check.op}: sm_scale must be None or a finite Python number, got {sm_scale!r}")
     if (parts := _parts(cache)) is None:
         return _attend_dense(check, q, cache, lengths, float(sm_scale))
@@ -194,7 +193,7 @@ def append_kv(
       v: of the same shape and dtype.
       positions: int32 [B], where the token of each sequence goes: its length so far. A token whose position is
         negative or beyond the capacity, or whose page does not exist, is dropped: give -1 for a sequence that has
-        ended. Keep positions below the capacity yourself.
+        ended. Keep positions below the capacity yourself, and no two sequences at one place of one page.
       implementation: as in ``quantize``; of NVFP4 caches only.
 
     Returns:

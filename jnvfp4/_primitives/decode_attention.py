@@ -45,7 +45,7 @@ def check_query(op: str, q: Any, heads: int) -> None:
     """Refuses queries [*outer, B, Hq, D] that do not go with KV heads; for 16-bit caches too."""
     if q.dtype not in DENSE_DTYPES:
         raise TypeError(f"{op}: q must be bfloat16 or float16, got {q.dtype}; cast it")
-    if q.shape[-2] % heads or not q.shape[-2]:
+    if not heads or q.shape[-2] % heads or not q.shape[-2]:
         raise ValueError(
             f"{op}: the query heads of q must be a multiple of the KV heads of the cache, got {q.shape[-2]} and {heads}"
         )
