@@ -603,7 +603,8 @@ def attend_chunk(q: jax.Array, keys: tuple, values: tuple, visible: jax.Array, f
     v_amax = jnp.where(visible[:, None, :], v_amax, 0.0)
     largest = amax_bits(lax.bitcast_convert_type(v_amax, jnp.uint32), axis=2)
     e = jnp.clip((largest >> 23).astype(jnp.float32) - 127, -100, 127)[..., None]  # floor(log2(amax))
-    weights = p * (v_amax * _two_to(-e))[:, :, None, :]
+    half = jnp.floor(e / 2)  # 2^-127 is no normal number
+    weights = p * (v_amax * _two_to(-half) * _two_to(half - e))[:, :, None, :]
     v = jnp.where(visible[:, None, :, None], v, 0.0)
     terms = lax.optimization_barrier(lax.optimization_barrier(weights)[..., None] * v[:, :, None, :, :])
     return Sums(m, m + e, _sum_in_halves(p, 3), _sum_in_halves(terms, 3))
@@ -671,12 +672,12 @@ def put_rows(part: jax.Array, rows: jax.Array, pages: jax.Array | None, position
         bytes_of = lambda x: lax.bitcast_convert_type(x, jnp.uint8)  # noqa: E731
         put = put_rows(bytes_of(part), bytes_of(rows), pages, positions)
         return lax.bitcast_convert_type(put, jnp.float8_e4m3fn)
-    nowhere = np.int32(part.shape[0])
+    nowhere = np.int32(2**31 - 1)
     if pages is None:
         exists = (positions >= 0) & (positions < part.shape[2])
-        first, place = jnp.where(exists, jnp.arange(len(positions), dtype=jnp.int32), nowhere), positions
+        first, place = jnp.where(exists, jnp.arange(positions.shape[0], dtype=jnp.int32), nowhere), positions
     else:
-        of_table = pages.at[jnp.arange(len(positions)), positions // CHUNK].get(mode="fill", fill_value=-1)
+        of_table = pages.at[jnp.arange(positions.shape[0]), positions // CHUNK].get(mode="fill", fill_value=-1)
         exists = (positions >= 0) & (of_table >= 0)
         first, place = jnp.where(exists, of_table, nowhere), positions % CHUNK
     return part.at[first, :, jnp.where(exists, place, 0)].set(rows, mode="drop")

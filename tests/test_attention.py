@@ -147,6 +147,12 @@ def assert_in_bound(got, problem: Problem, sm_scale: float | None = None) -> Non
     assert not wrong.size, f"{len(wrong)} of {got.size} outside the bound, first at {tuple(wrong[0])}"
 
 
+def with_largest_amax(problem: Problem) -> Problem:
+    values = problem.cache.values
+    values.scale[:, 0, 0], values.amax[:, 0, 0] = 1, 2.0**127  # the formula multiplies these two first
+    return problem
+
+
 PROBLEMS = {
     "few tokens": make([0, 1, 15, 16, 17, 33, 63]),
     "ends of chunks and groups": make([64, 65, 127, 128, 255, 256, 257, 320], dtype="bf16"),
@@ -158,6 +164,7 @@ PROBLEMS = {
     "equal rows": make([256, 100], spread=0, dtype="bf16"),
     "room that is not used": make([3, 64], capacity=1024),
     "tiny amaxes": make([90], spread=60, size=1e-3, dtype="bf16"),
+    "the largest exponent of an amax": with_largest_amax(make([70, 1], size=0.0, dtype="bf16")),
     "long": make([2050], heads=1, group=8, depth=128, spread=2),
 }
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
@@ -312,8 +319,9 @@ def test_appended_rows_are_quantized_rows(backend, dtype, depth, in_pages):
         cache = cache._replace(pages=table)
     written = [0, 1] if in_pages else [0, 1, 2, 3]
     cache = jax.tree.map(jnp.asarray, cache)
-    got = _append(cache, k, v, positions, backend.implementation)
     want = jax.tree.map(np.array, cache)
+    got = _append(cache, k, v, positions, backend.implementation)
+    assert_same_tensor(cache, want)  # it is not donated
     for t, x in ((want.keys, k), (want.values, v)):
         rows = quantize(jnp.asarray(x), ROW_SCALED, implementation="reference")
         for part, new in zip((t.data, t.scale, t.amax), (rows.data, rows.scale, rows.amax), strict=True):
@@ -436,13 +444,23 @@ def test_export(native):
         assert_same_tensor(jax.jit(restored.call)(*args), jax.jit(step)(*args))
 
 
-def test_sizes_of_an_exported_program_are_known(native):
-    b = jax.export.symbolic_shape("b")[0]
+@pytest.mark.parametrize("symbol", ["sequences", "pages of a sequence"])
+def test_sizes_of_an_exported_program_are_known(native, symbol):
+    """The reference, which the error names, takes those that are not."""
+    n = jax.export.symbolic_shape("n")[0]
+    in_pages = symbol != "sequences"
+    batch = 3 if in_pages else n
     cache = jax.eval_shape(lambda: KVCache.zeros((2, 2, 64, 64)))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), cache)
-    q, lengths = jax.ShapeDtypeStruct((b, 4, 64), jnp.bfloat16), jax.ShapeDtypeStruct((b,), jnp.int32)
-    with pytest.raises(NotImplementedError, match=r"decode_attention: all sizes must be known .*reference"):
-        jax.export.export(jax.jit(decode_attention), platforms=[native.platform])(q, abstract, lengths)
+    if in_pages:
+        cache = cache._replace(pages=jax.ShapeDtypeStruct((batch, n), jnp.int32))
+    else:
+        cache = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype), cache)
+    q, rows = (jax.ShapeDtypeStruct((batch, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    for f, operands in ((decode_attention, (q, cache, lengths)), (append_kv, (cache, rows, rows, lengths))):
+        with pytest.raises(NotImplementedError, match=rf"{f.__name__}: all sizes must be known .*reference"):
+            jax.export.export(jax.jit(f), platforms=[native.platform])(*operands)
+        jax.export.export(jax.jit(partial(f, implementation="reference")), platforms=[native.platform])(*operands)
 
 
 def test_what_no_kernel_takes_is_refused(native, monkeypatch):

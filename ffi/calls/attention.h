@@ -161,8 +161,8 @@ ffi::Error append_kv_call(ffi::AnyBuffer k_data, ffi::AnyBuffer k_scale, ffi::An
   const KvCacheShape cache = cache_shape(check, keys, values, pages, dims[0], dims[1], dims[2]);
   check.array("v", v, {k.element_type()}, {dims, {}});
   check.array("positions", positions, {Type::S32}, {{}, {dims[0]}});
-  check_same(check, keys.name("data"), k_data, *k_data_out),
-      check_same(check, keys.name("scale"), k_scale, *k_scale_out);
+  check_same(check, keys.name("data"), k_data, *k_data_out);
+  check_same(check, keys.name("scale"), k_scale, *k_scale_out);
   check_same(check, keys.name("amax"), k_amax, *k_amax_out);
   check_same(check, values.name("data"), v_data, *v_data_out);
   check_same(check, values.name("scale"), v_scale, *v_scale_out);

@@ -55,11 +55,10 @@ struct Chunk {
   }
 };
 
-// The largest power of two that is at most an amax, as its exponent; bounded, so that its factor is a normal number.
 JNVFP4_HD int exponent_of(const Chunk& values) {
   uint32_t m = 0;
   for (int t = 0; t < values.count; ++t) m = amax_bits(m, bits_of(values.amax[t]) & kMagnitude);
-  return std::clamp(static_cast<int>(m >> 23) - 127, -100, 127);
+  return bounded_exponent(m);
 }
 
 // One query head over a chunk; keys have tokens side by side, values elements.
@@ -90,7 +89,7 @@ struct AttendRow {
     const auto* const stored = static_cast<const typename T::Stored*>(a.q) + first;
     std::vector<float> q(a.group * c.depth);
     for (size_t i = 0; i < q.size(); ++i) q[i] = T::load(stored[i]);
-    const float factor = a.sm_scale * 1.44269504f / 2688.0f;
+    const float factor = score_factor(a.sm_scale);
     std::vector<Partial> segment(a.group), result(4 * a.group);  // results: of every fourth segment
     const auto chunks = std::make_unique<Chunk[]>(2);
     Partial chunk;

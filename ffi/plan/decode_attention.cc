@@ -14,7 +14,8 @@ const char* needs_sizes(const DecodeAttentionProblem& p) {
   const int64_t rows = small ? p.batch * p.kv_heads : kMost;
   const bool fits = small && rows <= kMost / kMostSegments && rows * p.group <= kMost / kMostSegments &&
                     rows * (p.tokens / kChunkTokens) <= kMost;
-  return fits ? nullptr : "it takes at most 2^24 query heads over all sequences, and 2^36 rows of the cache";
+  return fits ? nullptr
+              : "it takes at most 2^25 query heads over all sequences, 2^30 tokens of each, and 2^36 rows of the cache";
 }
 
 int64_t scratch(const DecodeAttentionProblem& p) { return decode_attention_scratch(p).bytes; }

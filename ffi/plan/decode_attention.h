@@ -30,6 +30,13 @@ JNVFP4_HD int num_segments(int length) {
   const int tokens = segment_tokens(length);
   return (length + tokens - 1) / tokens;
 }
+// The exponent of the largest V amax of a chunk, by its bits, bounded so that what divides by it is a normal number.
+JNVFP4_HD int bounded_exponent(uint32_t amax) {
+  const int e = static_cast<int>(amax >> 23) - 127, least = e < -100 ? -100 : e;
+  return least > 127 ? 127 : least;
+}
+// What turns the products of codes, scales and amaxes into powers of two.
+JNVFP4_HD float score_factor(float sm_scale) { return sm_scale * 1.44269504f / 2688.0f; }  // log2(e)
 // Of any sequence that has no more tokens.
 inline int64_t max_segments(int64_t tokens) {
   const int64_t n = (tokens + kLeastSegment - 1) / kLeastSegment;

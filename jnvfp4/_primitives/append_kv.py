@@ -77,7 +77,7 @@ def _append(backend: Backend, cache: Cache, k: jax.Array, v: jax.Array, position
     if backend.name == "reference":
         return reference.append_kv(*cache, k, v, positions)
     parts = (*cache.keys, *cache.values)
-    known_sizes(OP, k.shape, parts[0].shape)
+    known_sizes(OP, k.shape, parts[0].shape, *([] if cache.pages is None else [cache.pages.shape]))
     results = [jax.ShapeDtypeStruct(part.shape, part.dtype) for part in parts]
     call = jax.ffi.ffi_call("nvfp4_append_kv", results, input_output_aliases={i: i for i in range(6)})
     return call(*parts, k, v, positions, page_operand(cache))

@@ -76,7 +76,7 @@ def _attend(p: AttentionParams, backend: Backend, q: jax.Array, cache: Cache, le
     """Attends for q [B, Hkv, G, D]."""
     if backend.name == "reference":
         return reference.decode_attention(q, *cache, lengths, p.sm_scale)
-    known_sizes(OP, q.shape, cache.keys[0].shape)
+    known_sizes(OP, q.shape, cache.keys[0].shape, *([] if cache.pages is None else [cache.pages.shape]))
     tokens = cache.keys[0].shape[2] if cache.pages is None else reference.CHUNK * cache.pages.shape[1]
     plan = plans.plan_decode_attention(shape=(*q.shape, tokens), capability=backend.capability)
     if plan.reason:

@@ -5,7 +5,8 @@
 namespace jnvfp4::attention {
 namespace {
 
-// Where the kernel was launched early: what the kernel before it writes is there afterwards.
+// Where the kernel was launched early: what the kernel before it writes is there afterwards. Lengths are read before:
+// attend_kernel lets this one start only after its own wait.
 __device__ __forceinline__ void wait_for_segments() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -18,7 +18,7 @@ struct Args {
   bool f16;  // q and out, else bfloat16
   int batch, kv_heads, group, tokens, num_pages, max_segments;
   int share_most;      // of a CTA's segments, as many as are left over may be shared by warps
-  float score_factor;  // sm_scale log2(e) / 2688
+  float score_factor;  // as in plan/decode_attention.h
 
   __device__ __forceinline__ int length(int sequence) const { return min(max(__ldg(lengths + sequence), 0), tokens); }
   __device__ __forceinline__ int octets() const { return (group + 7) / 8; }
@@ -26,7 +26,7 @@ struct Args {
 
 inline Args kernel_args(const DecodeAttentionArgs& a, void* scratch) {
   const KvCacheShape& c = a.cache;
-  const auto narrow = [](int64_t v) { return static_cast<int>(v); };  // as the plan has checked
+  const auto narrow = [](int64_t v) { return static_cast<int>(v); };  // as the plan has checked; pages, memory
   const DecodeAttentionScratch s = decode_attention_scratch({c.batch, c.kv_heads, a.group, c.depth, c.tokens});
   auto* const bytes = static_cast<uint8_t*>(scratch);
   Args out{};
@@ -36,7 +36,7 @@ inline Args kernel_args(const DecodeAttentionArgs& a, void* scratch) {
   out.batch = narrow(c.batch), out.kv_heads = narrow(c.kv_heads), out.group = narrow(a.group);
   out.tokens = narrow(c.tokens), out.num_pages = narrow(c.num_pages);
   out.max_segments = narrow(max_segments(c.tokens));
-  out.score_factor = a.sm_scale * 1.44269504f / 2688.0f;
+  out.score_factor = score_factor(a.sm_scale);
   return out;
 }
 
@@ -46,10 +46,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// The exponent of a V amax, bounded so that its powers of two are normal numbers.
-__device__ __forceinline__ int bounded_exponent(uint32_t bits) {
-  return min(max(static_cast<int>(bits >> 23) - 127, -100), 127);
-}
 // 2^e for e from -127 on, where it is subnormal, to 127.
 __device__ __forceinline__ float power_of_two(int e) {
   return float_of(e == -127 ? 1u << 22 : static_cast<uint32_t>(e + 127) << 23);

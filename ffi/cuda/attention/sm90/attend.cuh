@@ -494,7 +494,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
   wait_for_previous_kernel();
   if (warp == 0) work.fill(a, lane);
   __syncthreads();
-  launch_dependents();
+  launch_dependents();  // not earlier: combine_kernel reads lengths before it waits
   const Items<kWarps> items(a, work);
   const int first_sharer = warp - warp % kSharers;
   Copies<kPaged, L> copies{a, work, items, queue[warp], slots, bars, lane, warp};
