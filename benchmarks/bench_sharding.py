@@ -1,12 +1,14 @@
 """Weights that two GPUs or more gather, packed and in bfloat16, and layers on a mesh: NVFP4 against bfloat16.
 
 FSDP splits weights and tokens over all devices and gathers the weights; tensor parallel splits the rows of the weights.
+Layers scale weakly: a case PARTxWHOLE on n devices has PART tokens (FSDP) or PART rows of the weight (tensor parallel)
+per device, and WHOLE along every other axis, so that each device multiplies as much as one device alone.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +20,47 @@ from jax.sharding import PartitionSpec as P
 import jnvfp4
 from jnvfp4 import NVFP4_2D, NVFP4Tensor, recipes
 
-from .bench_gemm import parse
 from .bench_products import burst_and_steady
 from .bench_steps import CUBLAS
 from .device_time import device_events
 
-CASES = ("8192x8192x8192",)
+CASES = ("4096x8192",)
+COUNTS = (1, 2, 4, 8)  # of devices, as far as there are so many
 GATHERED = 8  # weights of a program
 CHAIN = 2  # layers of a program
 COMBINED = {"xla_gpu_all_gather_combine_threshold_bytes": 2**31 - 1}
 AXIS = "devices"
+TARGETS = {"fsdp": 0.93, "tensor parallel": 0.88}  # the speed of bf16 on eight devices
 LAYOUTS = {  # shardings of x, dy and w, and of w as a product reads it
     "fsdp": (P(AXIS, None), P(AXIS, None), P(AXIS, None), P()),
     "tensor parallel": (P(), P(None, AXIS), P(AXIS, None), P(AXIS, None)),
 }
 
 
-def make_mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()), (AXIS,))
+class Case(NamedTuple):
+    """The sizes of a layer on so many devices."""
+
+    part: int
+    whole: int
+    devices: int
+
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(jax.devices()[: self.devices]), (AXIS,))
+
+    def sizes(self, layout: str) -> tuple[int, int, int]:
+        """Returns M, N and K."""
+        scaled = self.part * self.devices
+        return (scaled, self.whole, self.whole) if layout == "fsdp" else (self.whole, scaled, self.whole)
+
+    def name(self, layout: str) -> str:
+        return f"{'x'.join(map(str, self.sizes(layout)))} on {self.devices}"
+
+
+def parse(case: str) -> tuple[int, int]:
+    if not re.fullmatch(r"\d+x\d+", case):
+        raise ValueError(f"a case must be PARTxWHOLE, got {case!r}")
+    part, whole = map(int, case.split("x"))
+    return part, whole
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -43,13 +68,14 @@ def _normal(seed: int, rows: int, cols: int, dtype: Any, sharding: Any) -> jax.A
     return lax.with_sharding_constraint(jax.random.normal(jax.random.key(seed), (rows, cols), dtype), sharding)
 
 
-def gathers(mesh: Mesh, n: int, k: int) -> dict[str, Callable]:
-    """Returns programs that gather weights [N, K]: "bf16", and "packed", whose codes and scales travel as bytes.
+def gathers(case: Case) -> dict[str, Callable]:
+    """Returns programs that gather square weights: "bf16", and "packed", whose codes and scales travel as bytes.
 
     Each as XLA does it unasked, and combined: all arrays of the program in one collective.
     """
+    mesh = case.mesh()
     kept = NamedSharding(mesh, LAYOUTS["fsdp"][2])
-    weights = [_normal(i, n, k, jnp.bfloat16, kept) for i in range(GATHERED)]
+    weights = [_normal(i, case.whole, case.whole, jnp.bfloat16, kept) for i in range(GATHERED)]
     quantize = jax.jit(lambda w: _parts(jnvfp4.quantize(w, NVFP4_2D)))
     packed = [quantize(w) for w in weights]
     jax.block_until_ready(packed)
@@ -74,9 +100,9 @@ def _compiled(f: Callable, args: list, options: dict | None = None) -> Callable:
     return partial(jax.jit(f).lower(*args).compile(compiler_options=options), *args)
 
 
-def layers(mesh: Mesh, case: str, layout: str) -> dict[str, Callable]:
+def layers(case: Case, layout: str) -> dict[str, Callable]:
     """Returns programs of layers with float32 weights, forward and backward: "bf16" and "pretrain"."""
-    m, n, k = parse(case)
+    mesh, (m, n, k) = case.mesh(), case.sizes(layout)
     of_x, of_dy, of_w, read = (NamedSharding(mesh, spec) for spec in LAYOUTS[layout])
     chain = [
         (
@@ -122,32 +148,35 @@ def hidden(program: Callable) -> tuple[float, float]:
     return sum(end - start for start, end in collectives) / 1e3, covered / 1e3
 
 
-def measure(case: str) -> Iterator[list[dict[str, Any]]]:
-    _, n, k = parse(case)
-    mesh = make_mesh()
-    yield _rows(f"{n}x{k} on {mesh.size}", "gather", gathers(mesh, n, k), GATHERED, faster=3.0)
-    for layout in LAYOUTS:
-        yield _rows(f"{case} on {mesh.size}", layout, layers(mesh, case, layout), CHAIN)
+def measure(case: Case) -> Iterator[list[dict[str, Any]]]:
+    if case.devices > 1:
+        name = f"{case.whole}x{case.whole} on {case.devices}"
+        yield _rows(name, "gather", gathers(case), GATHERED, {"packed": 3.0, "packed combined": 3.0})
+    for layout, least in TARGETS.items():
+        targets = {"pretrain": least} if case.devices == COUNTS[-1] else {}
+        yield _rows(case.name(layout), layout, layers(case, layout), CHAIN, targets)
 
 
-def _rows(case: str, what: str, programs: dict[str, Callable], count: int, faster: float | None = None) -> list[dict]:
-    speeds = burst_and_steady(list(programs.values()))
+def _rows(
+    case: str, what: str, programs: dict[str, Callable], count: int, targets: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Times the programs of a case, each against the bfloat16 one of its kind."""
+    speeds = dict(zip(programs, burst_and_steady(list(programs.values())), strict=True))
     rows = []
-    for (name, program), speed in zip(programs.items(), speeds, strict=True):
+    for name, program in programs.items():
         memory = program.func.memory_analysis()  # type: ignore[attr-defined]
         collective_us, hidden_us = hidden(program)
-        target = faster if name.startswith("packed") else None
-        baseline = speeds[list(programs).index(name.replace("packed", "bf16"))] if target else speeds[0]
+        baseline = speeds[re.sub("packed|pretrain", "bf16", name)]
         row = {
             "case": case,
             "op": f"{what} {name}",
-            **speed.columns(count, baseline),
+            **speeds[name].columns(count, baseline),
             "collectives_us": round(collective_us / count, 1),
             "hidden_us": round(hidden_us / count, 1),
             "MiB beside arguments and results": round(memory.temp_size_in_bytes / 2**20, 1),
         }
-        if target:
-            row |= {"target": target, "met": baseline.median_us / speed.median_us >= target}
+        if target := targets.get(name):
+            row |= {"target": target, "met": baseline.median_us / speeds[name].median_us >= target}
         rows.append(row)
     return rows
 
@@ -156,5 +185,7 @@ def run(cases: list[str] | None) -> Iterator[list[dict[str, Any]]]:
     """Yields rows when they are measured."""
     if jax.default_backend() != "gpu" or len(jax.devices()) < 2:
         raise ValueError("the sharding suite needs two GPUs or more")
-    for case in cases or CASES:
-        yield from measure(case)
+    for sizes in map(parse, cases or CASES):
+        for count in COUNTS:
+            if count <= len(jax.devices()):
+                yield from measure(Case(*sizes, count))

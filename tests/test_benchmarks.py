@@ -344,8 +344,9 @@ def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeyp
 REFUSED = [
     ("products --cases 8x64x64", "cpu", 8, "products are timed by the profiler of a GPU"),
     ("steps --cases 8x64x64", "cpu", 8, "steps are timed by the profiler of a GPU"),
-    ("sharding --cases 8x64x64", "cpu", 8, "needs two GPUs or more"),
-    ("sharding --cases 8x64x64", "gpu", 1, "needs two GPUs or more"),
+    ("sharding --cases 8x64", "cpu", 8, "needs two GPUs or more"),
+    ("sharding --cases 8x64", "gpu", 1, "needs two GPUs or more"),
+    ("sharding --cases 8x64x64", "gpu", 8, "a case must be PARTxWHOLE, got '8x64x64'"),
     ("grouped", "cpu", 8, "name a small one"),
     ("quantize --cases nowhere", "cpu", 8, "a case must be MxK or one of"),
     ("quantize --ops nothing", "cpu", 8, r"an op must be one of .* got \['nothing'\]"),
@@ -452,18 +453,18 @@ def test_the_path_of_ragged_dot(text, path):
 
 
 def test_the_sharding_suite_gathers_what_it_says():
-    mesh = bench_sharding.make_mesh()
-    programs = bench_sharding.gathers(mesh, 256, 512)
+    programs = bench_sharding.gathers(bench_sharding.Case(32, 512, 8))
     for whole in jax.tree.leaves([program() for program in programs.values()]):
         assert whole.sharding.is_fully_replicated
     nbytes = {name: sum(x.nbytes for x in jax.tree.leaves(program())) for name, program in programs.items()}
     assert nbytes["packed"] / nbytes["bf16"] == 0.5625 / 2
 
 
-@pytest.mark.parametrize("layout", bench_sharding.LAYOUTS)
-def test_sharded_layers_have_their_results_where_the_layout_says(layout):
-    mesh, (of_x, of_dy, of_w, _) = bench_sharding.make_mesh(), bench_sharding.LAYOUTS[layout]
-    programs = bench_sharding.layers(mesh, "128x256x512", layout)
+@pytest.mark.parametrize(("layout", "name"), [("fsdp", "256x512x512 on 4"), ("tensor parallel", "512x256x512 on 4")])
+def test_sharded_layers_have_their_results_where_the_layout_says(layout, name):
+    case, (of_x, of_dy, of_w, _) = bench_sharding.Case(64, 512, 4), bench_sharding.LAYOUTS[layout]
+    mesh, programs = case.mesh(), bench_sharding.layers(case, layout)
+    assert case.name(layout) == name
     assert list(programs) == ["bf16", "pretrain"]
     for program in programs.values():
         results = program()
