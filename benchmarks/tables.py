@@ -114,9 +114,8 @@ def steady() -> Iterable[Cells]:
 
 
 # ---------------------------------------------------------------- results of examples
-def rates(file: str, group: str, names: Cells) -> Iterable[list[str]]:
+def rates(groups: dict[str, Any], names: Cells) -> Iterable[list[str]]:
     """Tokens per second, and the speedup over bfloat16."""
-    groups = load(file)[group]
     for batch in filter(groups.get, ("1", "8", "16", "64")):
         rate = {name: of["tokens_per_second"] for name, of in groups[batch].items()}
         faster = [f"{rate[name]:.0f} ({rate[name] / rate['bf16']:.2f})" for name in names]
@@ -192,9 +191,10 @@ KV4 = ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4")
 
 
 def caches() -> Iterable[Cells]:
-    for file, tokens in ("h100_serve", "128"), ("h100_serve_32k", "32,704"):
-        for batch, *of in rates(file, "batch", KV4):
-            yield batch, tokens, *of
+    for file in "h100_serve", "h100_serve_32k":
+        for tokens, groups in load(file)["prompts"].items():
+            for batch, *of in rates(groups, KV4):
+                yield batch, f"{int(tokens):,}", *of
     yield "perplexity", "", *(f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values())
 
 
@@ -207,8 +207,8 @@ def summary() -> Iterable[Cells]:
         return f"{min(speeds):.1f} to {max(speeds):.1f}x"
 
     quantizer = float(cell("h200_quantize", "large", "nvfp4", "times naive"))
-    decoding = load("h200_serve")["batch"]["1"]["W4A16"]["times_bf16"]
-    with_cache = load("h100_serve_32k")["batch"]["8"]["W4A16 KV4"]["times_bf16"]
+    decoding = load("h200_serve")["prompts"]["32"]["1"]["W4A16"]["times_bf16"]
+    with_cache = load("h100_serve_32k")["prompts"]["32704"]["8"]["W4A16 KV4"]["times_bf16"]
     _, (_, _, slower, *_) = training_steps()  # of pretrain
     gemm = f"{faster(1, 8)}; {faster(16, 64)}; {faster(128, 8192)} as fast"
     yield "memory of weights", f"{2 / 0.5625:.1f}x smaller: 0.5625 bytes per value"
@@ -232,7 +232,7 @@ TABLES = {
     "steady": Table("M | " + " | ".join(f"{shape(of)}: W4A4 | W4A16" for of in LAYERS), steady),
     "decode": Table(
         "tokens at a time | bfloat16 | W4A16 | W4A4, which also quantizes each token",
-        lambda: rates("h200_decode_mlp", "tokens", ("W4A16", "W4A4")),
+        lambda: rates(load("h200_decode_mlp")["tokens"], ("W4A16", "W4A4")),
     ),
     "grouped": Table(
         "tokens | experts G x N x K | loop | `ragged_dot` | W4A4 | W4A16 | W4A4 pinned",
@@ -251,7 +251,9 @@ TABLES = {
     ),
     "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
     "quantized": Table("quantized | recipe | perplexity | loss above bf16, % | closed, %", quantized_models),
-    "serving": Table("sequences | bfloat16 | W4A16 | W4A4", lambda: rates("h200_serve", "batch", ("W4A16", "W4A4"))),
+    "serving": Table(
+        "sequences | bfloat16 | W4A16 | W4A4", lambda: rates(load("h200_serve")["prompts"]["32"], ("W4A16", "W4A4"))
+    ),
     "caches": Table("sequences | tokens | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", caches),
     "step": Table(" | bf16 | pretrain | pretrain_unbiased | pretrain_4over6 | rl", training_steps, "docs/training.md"),
 }

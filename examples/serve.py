@@ -3,14 +3,16 @@
     pip install ".[examples]"
     python examples/serve.py
     python examples/serve.py --preset llama-8b --batch 1 4 16 64
+    python examples/serve.py --preset llama-8b --batch 8 --prompt 512 2048 8192 32704 --head nvfp4
     python examples/serve.py --checkpoint out/serve_converted/nvfp4
 
 Prints tokens per second of a jitted program that generates ``--new`` tokens for each sequence, and what weights and
 cache take. The weights are bfloat16, or NVFP4; then the tokens that they multiply stay bfloat16 ("W4A16"), or are
 quantized too, with per-token scaling ("W4A4"). With ``--activations stored`` W4A4 scales them by the checkpoint's
 ``input_scale`` instead, as vLLM and SGLang do. With ``--kv nvfp4`` the keys and values are in NVFP4, with an amax per
-token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements. The programs differ in
-nothing else. Speed is measured with ``--prompt`` random tokens of each sequence in the cache.
+token and head ("KV4"), which makes room for 3.4 times the tokens where a head has 128 elements. ``--head nvfp4``
+quantizes the head of these models too. The programs differ in nothing else. Speed is measured with ``--prompt`` random
+tokens of each sequence in the cache; of several numbers of tokens, a picture shows it.
 
 ``--preset small``, the default on a CPU, trains the model of ``serve_converted.py`` for a moment, converts it and
 serves the converted checkpoint. It also prints the lines that each model writes after prompts of different lengths,
@@ -18,7 +20,7 @@ which end at different times, and perplexities per byte, measured with one token
 ``--preset llama-8b``, the default on a GPU, has the sizes of Llama 3 8B and random weights, made on the device.
 ``--checkpoint`` serves what the converter wrote; "bf16" is then that checkpoint, decoded.
 
-Expect a minute and a half for the small preset on two CPU cores. Writes ``serve.json`` to ``--out``.
+Expect a minute and a half for the small preset on two CPU cores. Writes ``serve.json`` and the picture to ``--out``.
 """
 
 import argparse
@@ -34,6 +36,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 from jax import Array
 
@@ -145,6 +149,11 @@ def random_models(config: Config, seed: int) -> Models:
     return {"bf16": params, "NVFP4": with_linears(params, jax.jit(jnvfp4.quantize))}
 
 
+def with_head(params: Tree) -> Tree:
+    """Quantizes the head, too."""
+    return {**params, "head": jax.jit(jnvfp4.quantize)(params["head"])}
+
+
 def decoded_models(quantized: Tree) -> Models:
     """Decodes the weights of a checkpoint, to serve the same values in bfloat16."""
     decode = jax.jit(lambda t: jnvfp4.dequantize(t, jnp.bfloat16))
@@ -218,7 +227,7 @@ def memory(config: Config, models: Models, gib: float) -> dict[str, Any]:
 
 def print_memory(found: dict[str, Any]) -> None:
     weights, ratio, cache = found["weight_bytes"], found["weight_ratio"], found["cache_bytes_per_token"]
-    for part, title in (("linear", "linear layers of the blocks"), ("all", "all weights, embedding and head in bf16")):
+    for part, title in (("linear", "linear layers of the blocks"), ("all", "all weights, embedding in bf16")):
         sizes = ", ".join(f"{weights[name][part] / 1e6:.1f} MB {name}" for name in weights)
         print(f"{title}: {sizes} ({ratio[part]:.3f})")
     print(f"a token in the cache: {cache['bf16']} bytes bf16, {cache['nvfp4']} NVFP4 ({found['cache_ratio']:.3f})")
@@ -269,16 +278,17 @@ def measure(
 
 
 def compare_speed(
-    models: Models, compared: dict[str, Variant], config: Config, args: argparse.Namespace
+    models: Models, compared: dict[str, Variant], config: Config, args: argparse.Namespace, prompt: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Measures and prints tokens per second of each variant, by the number of sequences."""
+    """Measures and prints tokens per second of each variant after so many tokens, by the number of sequences."""
     width = max(map(len, compared)) + 12
-    print(f"\ntokens per second (times bf16), {args.new} new tokens after {args.prompt}")
+    capacity = args.capacity or prompt + args.new
+    print(f"\ntokens per second (times bf16), {args.new} new tokens after {prompt}")
     print(f"{'batch':>8}" + "".join(f"{name:>{width}}" for name in compared), flush=True)
     rows = {}
     for batch in args.batch:
         row = rows[str(batch)] = {
-            name: measure(models[variant.weights], variant, config, batch, args.prompt, args.new, args.capacity)
+            name: measure(models[variant.weights], variant, config, batch, prompt, args.new, capacity)
             for name, variant in compared.items()
         }
         rate = row["bf16"]["tokens_per_second"]
@@ -293,6 +303,25 @@ def compare_speed(
         )
         print(f"memory of {name}, by batch: {', '.join(sizes)}")
     return rows
+
+
+def draw(speeds: dict[str, dict[str, dict[str, dict[str, float]]]], path: Path) -> None:
+    """Draws tokens per second over the tokens in the cache, a panel for each number of sequences."""
+    matplotlib.use("Agg")
+    prompts, batches = [int(prompt) for prompt in speeds], next(iter(speeds.values()))
+    figure, panels = plt.subplots(
+        1, len(batches), figsize=(5 * len(batches) + 1, 4), layout="constrained", squeeze=False
+    )
+    for panel, batch in zip(panels[0], batches, strict=True):
+        for name in batches[batch]:
+            rates = [by_batch[batch][name]["tokens_per_second"] for by_batch in speeds.values()]
+            panel.plot(prompts, rates, marker="o", label=name)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(prompts, [f"{prompt:,}" for prompt in prompts])
+        panel.set_ylim(bottom=0)
+        panel.set(title=f"{batch} sequences", xlabel="tokens of each in the cache", ylabel="tokens per second")
+        panel.legend()
+    figure.savefig(path, dpi=110)
 
 
 # Text
@@ -326,7 +355,8 @@ def compare_text(models: Models, compared: dict[str, Variant], config: Config, a
     _, text = stdlib_text()
     batches = val_batches(text, CONFIG)
     batch = batches.reshape(-1, batches.shape[-1])
-    prompts = [text[: max(1, args.prompt // part)] for part in (1, 2, 4)]
+    longest = max(args.prompt)
+    prompts = [text[: max(1, longest // part)] for part in (1, 2, 4)]
     texts = ", ".join(repr(bytes(prompt).decode(errors="replace")) for prompt in prompts)
     print(f"\nperplexity, and the rest of the line after {texts}")
     found = {}
@@ -334,7 +364,7 @@ def compare_text(models: Models, compared: dict[str, Variant], config: Config, a
         params = models[variant.weights]
         row = found[name] = {
             "perplexity": perplexity(params, variant, config, batch),
-            "text": write(params, variant, config, prompts, args.new, args.capacity),
+            "text": write(params, variant, config, prompts, args.new, args.capacity or longest + args.new),
         }
         print(f"{name:>12}{row['perplexity']:10.4f}  {row['text']}", flush=True)
     return found
@@ -354,11 +384,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--preset", choices=BATCHES, default=default, help="(default: %(default)s)")
     parser.add_argument("--checkpoint", type=Path, help="folder of a converted Llama, to serve instead of the preset")
     parser.add_argument("--batch", type=step_count, nargs="+", help="numbers of sequences (default: by the preset)")
-    parser.add_argument("--prompt", type=step_count, default=32, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--prompt", type=step_count, nargs="+", default=[32], help="tokens of a prompt (default: 32)")
     parser.add_argument("--new", type=step_count, default=64, help="tokens to generate (default: %(default)s)")
     text = "tokens of a sequence that the cache has room for (default: --prompt and --new)"
     parser.add_argument("--capacity", type=step_count, help=text)
     parser.add_argument("--kv", choices=("bf16", "nvfp4"), nargs="+", help="KV caches (default: both)")
+    text = "the head of models with NVFP4 weights (default: %(default)s)"
+    parser.add_argument("--head", choices=("bf16", "nvfp4"), default="bf16", help=text)
     text = "how W4A4 scales activations: per token, or by the checkpoint's input_scale (default: %(default)s)"
     parser.add_argument("--activations", choices=("tokens", "stored"), default="tokens", help=text)
     parser.add_argument("--memory", type=float, default=80.0, help="GiB for weights and cache (default: %(default)g)")
@@ -369,7 +401,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.batch = args.batch or BATCHES[args.preset]
     args.kv = args.kv or CACHES
-    args.capacity = args.capacity or args.prompt + args.new
     trains = args.preset == "small" and not args.checkpoint
     if args.steps and not trains:
         parser.error("--steps is for --preset small without --checkpoint, which alone trains")
@@ -389,9 +420,10 @@ def parse_args() -> argparse.Namespace:
     args.config = replace(args.config, layers=args.layers or args.config.layers)
     if "nvfp4" in args.kv and args.config.head_dim not in HEAD_SIZES:
         parser.error(f"--kv nvfp4 needs heads of 64 or 128 elements, got {args.config.head_dim}; pass --kv bf16")
-    if args.capacity < args.prompt + args.new:
+    longest = max(args.prompt)
+    if args.capacity and args.capacity < longest + args.new:
         parser.error(
-            f"--capacity {args.capacity} has no room for {args.prompt} tokens of a prompt and {args.new} new ones: "
+            f"--capacity {args.capacity} has no room for {longest} tokens of a prompt and {args.new} new ones: "
             "make it larger, or --prompt or --new smaller"
         )
     if trains:
@@ -404,6 +436,8 @@ def main() -> None:
     begin = time.perf_counter()
     try:
         config, models = make_models(args)
+        if args.head == "nvfp4":
+            models["NVFP4"] = with_head(models["NVFP4"])
         served = dict(models)
         if args.activations == "stored":
             served["NVFP4, calibrated"] = calibrated(models["NVFP4"], args.checkpoint, config.layers)
@@ -420,7 +454,7 @@ def main() -> None:
         "width": config.width,
         "vocabulary": config.vocabulary,
         "activations": args.activations,
-        "prompt": args.prompt,
+        "head": args.head,
         "new": args.new,
         "device": device,
         "versions": {"jax": jax.__version__, "jnvfp4": jnvfp4.__version__},
@@ -429,9 +463,12 @@ def main() -> None:
     print_memory(results["memory"])
     if config.vocabulary == BYTES:
         results["text"] = compare_text(served, compared, config, args)
-    results["batch"] = compare_speed(served, compared, config, args)
+    speeds = {str(prompt): compare_speed(served, compared, config, args, prompt) for prompt in sorted(args.prompt)}
+    results["prompts"] = speeds
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "serve.json").write_text(json.dumps(results, indent=2) + "\n")
+    if len(speeds) > 1:
+        draw(speeds, args.out / "serve.png")
     print(f"\nwrote {args.out}/serve.json in {time.perf_counter() - begin:.0f} s")
 
 

@@ -447,8 +447,8 @@ def test_serve_serves_its_checkpoint(tmp_path):
     assert "14 of 21 tensors converted, from served/bf16 to served/nvfp4" in out
     results = json.loads((tmp_path / "served/serve.json").read_text())
     names = ["bf16", "W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4"]
-    assert list(results["batch"]) == ["1", "3"]
-    for row in results["batch"].values():
+    assert list(results["prompts"]["32"]) == ["1", "3"]
+    for row in results["prompts"]["32"].values():
         assert list(row) == names
         assert all(found["tokens_per_second"] > 0 for found in row.values())
         assert row["bf16"]["times_bf16"] == 1
@@ -464,8 +464,9 @@ def test_serve_serves_its_checkpoint(tmp_path):
         assert len(found["text"]) == 3
         assert all(len(line) <= 8 and "\n" not in line for line in found["text"])
 
-    options = ("--checkpoint", "served/nvfp4", "--batch", "1", "--new", "8", "--out", "again")
+    options = ("--checkpoint", "served/nvfp4", "--batch", "1", "--new", "8", "--out", "again", "--prompt", "32", "9")
     again = run("serve.py", *options, cwd=tmp_path)
+    assert (tmp_path / "again/serve.png").read_bytes().startswith(b"\x89PNG")
     assert "2 layers, width 128, vocabulary 256" in again
     loaded = json.loads((tmp_path / "again/serve.json").read_text())
     for name in names[1:]:
@@ -473,11 +474,21 @@ def test_serve_serves_its_checkpoint(tmp_path):
     assert loaded["text"]["bf16"]["perplexity"] == pytest.approx(loaded["text"]["W4A16"]["perplexity"], rel=1e-3)
 
     # The stored scale of activations is used: one that is too small clips them.
+    # A quantized head changes what W4A16 computes, a little.
     convert_checkpoint(tmp_path / "served/bf16", tmp_path / "clipped", ConvertOptions(input_amax=0.01))
     options = ("--checkpoint", "clipped", "--activations", "stored", "--kv", "bf16", "--batch", "1", "--new", "2")
-    run("serve.py", *options, "--out", "stored", cwd=tmp_path)
-    text = json.loads((tmp_path / "stored/serve.json").read_text())["text"]
+    texts, weights = [], []
+    for head in ("bf16", "nvfp4"):
+        run("serve.py", *options, "--head", head, "--out", head, cwd=tmp_path)
+        found = json.loads((tmp_path / head / "serve.json").read_text())
+        texts.append(found["text"])
+        weights.append(found["memory"]["weight_bytes"]["NVFP4"]["all"])
+    text, quantized = texts
+    assert weights[0] - weights[1] == 256 * 128 * 2 - 256 * 128 * 9 // 16 - 4
     assert text["W4A16"]["perplexity"] == loaded["text"]["W4A16"]["perplexity"]
+    assert quantized["bf16"] == text["bf16"]
+    assert quantized["W4A16"]["perplexity"] == pytest.approx(text["W4A16"]["perplexity"], rel=0.05)
+    assert quantized["W4A16"]["perplexity"] != text["W4A16"]["perplexity"]
     assert text["W4A4"]["perplexity"] > 1.1 * exact
 
 
@@ -513,7 +524,7 @@ def test_serve_measures_random_weights(decode, monkeypatch, capsys, tmp_path):
     assert "linear layers of the blocks: 0.6 MB bf16, 0.2 MB NVFP4 (0.281)" in capsys.readouterr().out
     results = json.loads((tmp_path / "serve.json").read_text())
     assert "text" not in results
-    assert list(results["batch"]["2"]) == ["bf16", "W4A16 KV4", "W4A4 KV4"]
+    assert list(results["prompts"]["3"]["2"]) == ["bf16", "W4A16 KV4", "W4A4 KV4"]
     linear = (8 * 64 + 256 + 2 * 160) * 256 + 256 * 160
     assert results["memory"]["weight_bytes"]["NVFP4"] == {
         "linear": linear * 9 // 16 + 4 * 4,

@@ -277,8 +277,10 @@ def logits(
 
 def unembed(x: Array, params: Tree, config: Config) -> Array:
     """Computes logits, float32 [..., vocabulary], from the residual stream [..., width]."""
-    x = rms_norm(x, params["norm"], config.norm_epsilon)
-    return (x @ params["head"].astype(x.dtype).T).astype(jnp.float32)
+    x, head = rms_norm(x, params["norm"], config.norm_epsilon), params["head"]
+    if isinstance(head, NVFP4Tensor):
+        return jnvfp4.matmul_nt(x, head, out_dtype=jnp.float32)
+    return (x @ head.astype(x.dtype).T).astype(jnp.float32)
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
