@@ -9,19 +9,27 @@ from typing import Any
 from . import results, tables
 from .compare import compare, regressions
 
+SHAPES = {
+    "quantize": "MxK or a name of tests/cases.py",
+    "grouped": "TOKENS:GxNxK",
+    "attention": "SEQUENCESxTOKENS",
+    "sharding": "PARTxWHOLE",
+}
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
-    for suite in ("quantize", "gemm", "products", "grouped", "linear", "steps", "sharding"):
+    for suite in ("quantize", "gemm", "products", "grouped", "linear", "steps", "attention", "sharding"):
         command = commands.add_parser(suite, help=f"time the {suite} suite")
-        shape = {"quantize": "MxK or a name of tests/cases.py", "grouped": "TOKENS:GxNxK"}.get(suite, "MxNxK")
+        shape = SHAPES.get(suite, "MxNxK")
         command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
         command.add_argument("--json", type=pathlib.Path, help="where to write the result")
         command.add_argument("--commit", help="what to record as the commit, outside a git checkout")
         if suite == "quantize":
             command.add_argument("--ops", type=_names, help="comma-separated: operations; the defaults of each case")
             command.add_argument("--no-naive", action="store_true", help="leave out the naive jnp quantizers")
+        if suite in ("quantize", "attention"):
             command.add_argument("--peers", action="store_true", help="also other libraries, where installed")
         if suite in ("products", "grouped"):
             command.add_argument("--every", action="store_true", help="also the kernels that are not planned")
@@ -50,6 +58,7 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Yields rows when they are measured."""
     # Not for plot, compare and tables, which need no JAX.
     from . import (
+        bench_attention,
         bench_checkpoint,
         bench_gemm,
         bench_grouped,
@@ -68,6 +77,8 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         yield from bench_grouped.run(args.cases, args.every)
     if args.command == "steps":
         yield from bench_steps.run(args.cases)
+    if args.command == "attention":
+        yield from bench_attention.run(args.cases, args.peers)
     if args.command == "sharding":
         yield from bench_sharding.run(args.cases)
     if args.command == "checkpoint":

@@ -22,6 +22,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # last, so that the installed jnvfp4 is the one tested
 
 from benchmarks import (  # noqa: E402
+    bench_attention,
     bench_checkpoint,
     bench_grouped,
     bench_linear,
@@ -344,6 +345,8 @@ def test_a_suite_runs_and_is_compared_and_drawn(suite, tmp_path, capsys, monkeyp
 REFUSED = [
     ("products --cases 8x64x64", "cpu", 8, "products are timed by the profiler of a GPU"),
     ("steps --cases 8x64x64", "cpu", 8, "steps are timed by the profiler of a GPU"),
+    ("attention", "cpu", 8, "timed by the profiler of a GPU"),
+    ("attention --cases 8x100", "gpu", 1, "a case must be SEQUENCESxTOKENS, with tokens a multiple of 64, got '8x100'"),
     ("sharding --cases 8x64", "cpu", 8, "needs two GPUs or more"),
     ("sharding --cases 8x64", "gpu", 1, "needs two GPUs or more"),
     ("sharding --cases 8x64x64", "gpu", 8, "a case must be PARTxWHOLE, got '8x64x64'"),
@@ -472,6 +475,16 @@ def test_sharded_layers_have_their_results_where_the_layout_says(layout, name):
         for found in results:
             for array, spec in zip(found, (of_dy, of_x, of_w), strict=True):
                 assert array.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), array.ndim)
+
+
+def test_the_attention_suite_attends_alike(monkeypatch):
+    """All operations but cuDNN's, to the same random numbers, and as many caches as a program should have."""
+    monkeypatch.setattr(bench_attention, "MOST_BYTES", 3 << 20)
+    found = {op: bench_attention.program(op, 2, 128)() for op in ("bf16 xla", "nvfp4", "nvfp4 paged")}
+    assert {op: len(results) for op, results in found.items()} == {"bf16 xla": 4, "nvfp4": 11, "nvfp4 paged": 11}
+    exact, nvfp4, paged = (np.asarray(results[0], np.float32) for results in found.values())
+    assert (nvfp4 == paged).all()
+    assert np.abs(nvfp4 - exact).max() < 0.2 * np.abs(exact).max()
 
 
 def test_steps_have_both_gradients(monkeypatch):
