@@ -4,10 +4,11 @@
     python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2
     python -m benchmarks.quality.quantize_trained out/pretrain_lm/bf16/seed*
 
-Nothing is trained or calibrated. The weights of the linear layers of all blocks are quantized, or weights and
-activations, and the perplexity of windows spread evenly over the validation text is computed. The gap of a recipe is
-how far the loss, the logarithm of the perplexity, lies above that of bfloat16, averaged over the models with its
-standard error. "closed" is the part of the gap of plain NVFP4, of the same kind, that a recipe closes.
+Nothing is trained. The weights of the linear layers of all blocks are quantized, or weights and activations, and the
+perplexity of windows spread evenly over the validation text is computed. GPTQ sees 128 windows of the training text.
+The gap of a method is how far the loss, the logarithm of the perplexity, lies above that of bfloat16, averaged over the
+models with its standard error. "closed" is the part of the gap of plain NVFP4, of the same kind, that a method closes,
+with the standard error over models.
 
 The weights of the first model also go through the checkpoint converter, whose tensors must have the bytes of those that
 are quantized here.
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,56 +32,133 @@ import numpy as np
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe, gptq
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
-from lm.model import Tree, bf16_linear, loss_fn, quantized_linear
+from lm.model import Linear, Tree, bf16_linear, logits, loss_fn
 
 from . import corpus
-from .pretrain import BASELINE, Checkpoint, gap, read_finished
-
-Specs = tuple[QuantSpec | None, QuantSpec]  # of x (None: left in bfloat16) and of w
+from .pretrain import BASELINE, Checkpoint, read_finished
 
 FOUR_OVER_SIX = four_over_six()
+MSE = four_over_six("mse")
 ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
-# By what is quantized, and by the name of a recipe, of which plain NVFP4 is the first.
-WEIGHTS: dict[str, Specs] = {
-    "1x16": (None, NVFP4),
-    "16x16 tiles": (None, NVFP4_2D),
-    "4over6": (None, FOUR_OVER_SIX),
-    "row-scaled": (None, ROW_SCALED),
+
+
+class Method(NamedTuple):
+    """Says how weights and what they multiply are quantized.
+
+    Attributes:
+      w: the spec of the weights.
+      x: that of the activations; None leaves them in bfloat16.
+      by_gptq: whether the weights are rounded by GPTQ.
+      twice: whether x is the sum of two NVFP4 tensors, the second of what the first leaves.
+    """
+
+    w: QuantSpec
+    x: QuantSpec | None = None
+    by_gptq: bool = False
+    twice: bool = False
+
+
+# By what is quantized, and by the name of a method, of which plain NVFP4 is the first.
+WEIGHTS: dict[str, Method] = {
+    "1x16": Method(NVFP4),
+    "16x16 tiles": Method(NVFP4_2D),
+    "4over6": Method(FOUR_OVER_SIX),
+    "4over6, squared errors": Method(MSE),
+    "row-scaled": Method(ROW_SCALED),
+    "GPTQ": Method(NVFP4, by_gptq=True),
+    "GPTQ, 4over6 with squared errors": Method(MSE, by_gptq=True),
 }
-BOTH: dict[str, Specs] = {
-    "1x16": (NVFP4, NVFP4),
-    "16x16 tiles of w": (NVFP4, NVFP4_2D),
-    "4over6 of w": (NVFP4, FOUR_OVER_SIX),
-    "4over6": (FOUR_OVER_SIX, FOUR_OVER_SIX),
-    "row-scaled x": (ROW_SCALED, NVFP4),
-    "row-scaled 4over6 x, 4over6 w": (ROW_FOUR_OVER_SIX, FOUR_OVER_SIX),
-    "window64 x": (WINDOW64, NVFP4),
+BOTH: dict[str, Method] = {
+    "1x16": Method(NVFP4, NVFP4),
+    "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
+    "4over6 of w": Method(FOUR_OVER_SIX, NVFP4),
+    "4over6": Method(FOUR_OVER_SIX, FOUR_OVER_SIX),
+    "row-scaled x": Method(NVFP4, ROW_SCALED),
+    "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
+    "window64 x": Method(NVFP4, WINDOW64),
+    "row-scaled 4over6 x, GPTQ of w": Method(NVFP4, ROW_FOUR_OVER_SIX, by_gptq=True),
+    "row-scaled 4over6 x, GPTQ of w, 4over6 with squared errors": Method(MSE, ROW_FOUR_OVER_SIX, by_gptq=True),
+    "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
 }
+CALIBRATION, AT_ONCE = 128, 16  # windows of the training text
 LAYOUTS: tuple[Literal["modelopt", "te"], ...] = ("modelopt", "te")
 KINDS = {"weights": WEIGHTS, "weights and activations": BOTH}
 
 
-@partial(jax.jit, static_argnames=("config", "specs"))
-def validation_loss(params: Tree, batches: Array, config: Config, specs: Specs | None) -> Array:
-    """Computes the loss with x and w quantized as the specs say, or in bfloat16."""
-    recipe = None if specs is None else Recipe(fprop=specs, dgrad=None, wgrad=None)
-    linear = bf16_linear if recipe is None else quantized_linear(recipe)
+# Weights
+
+Hessians = dict[str, Array]  # of the inputs of a kind of layers, float32 [layers, K, K]
+
+
+@partial(jax.jit, static_argnames="config")
+def hessians(params: Tree, tokens: Array, config: Config) -> Hessians:
+    """Sums X^T X of what the linear layers of each block multiply; tokens are integers [batches, sequences, seq]."""
+
+    def of_batch(batch: Array) -> Hessians:
+        seen: dict[str, list[Array]] = {}
+
+        def linear(x: Array, w: Array, key: Array, name: str) -> Array:
+            seen.setdefault(name, []).append(gptq.hessian(x))
+            return bf16_linear(x, w, key, name)
+
+        logits(params, batch, config, [linear] * config.layers, jax.random.key(0))
+        return {name: jnp.stack(of_block) for name, of_block in seen.items()}
+
+    return jax.tree.map(lambda h: jnp.sum(h, axis=0), jax.lax.map(of_batch, tokens))
+
+
+def quantized(params: Tree, found: Hessians, method: Method) -> Tree:
+    """Quantizes the weights of the linear layers, stacked over blocks."""
+
+    def weights(name: str, w: Array) -> NVFP4Tensor:
+        if method.by_gptq:
+            return gptq.quantize(w, found[name], method.w)
+        return jax.vmap(partial(jnvfp4.quantize, spec=method.w))(w)
+
+    layers = {name: weights(name, w) if name in found else w for name, w in params["layers"].items()}
+    return {**params, "layers": layers}
+
+
+# Losses
+
+
+def linear_of(method: Method) -> Linear:
+    """Returns the product of the linear layers with quantized weights."""
+    recipe = Recipe(fprop=(method.x, method.w), dgrad=None, wgrad=None)
+
+    def linear(x: Array, w: NVFP4Tensor, key: Array, name: str) -> Array:
+        if not method.twice:
+            return jnvfp4.linear(x, w, recipe)
+        assert method.x is not None
+        left = (x - jnvfp4.fake_quant(x, method.x).astype(x.dtype)).astype(x.dtype)
+        sums = (jnvfp4.linear(part, w, recipe, out_dtype=jnp.float32) for part in (x, left))
+        return sum(sums, jnp.zeros((), jnp.float32)).astype(x.dtype)
+
+    return linear
+
+
+@partial(jax.jit, static_argnames=("config", "method"))
+def validation_loss(params: Tree, batches: Array, config: Config, method: Method | None) -> Array:
+    """Computes the loss of a quantized model, or of one in bfloat16 if there is no method."""
+    linear = bf16_linear if method is None else linear_of(method)
     return jnp.mean(jax.lax.map(lambda batch: loss_fn(params, batch, config, linear, jax.random.key(0)), batches))
 
 
-def losses(params: Tree, config: Config, batches: Array) -> dict[tuple[str, str], float]:
-    """Computes the validation loss in bfloat16, under ("", "bf16"), and by every kind and recipe."""
-    choices = {
-        ("", BASELINE): None,
-        **{(kind, name): specs for kind, of in KINDS.items() for name, specs in of.items()},
-    }
-    return {choice: float(validation_loss(params, batches, config, specs)) for choice, specs in choices.items()}
+def losses(params: Tree, config: Config, batches: Array, calibration: Array) -> dict[tuple[str, str], float]:
+    """Computes the validation loss in bfloat16, under ("", "bf16"), and by every kind and method."""
+    found = {("", BASELINE): float(validation_loss(params, batches, config, None))}
+    seen = hessians(params, calibration, config)
+    for kind, methods in KINDS.items():
+        for name, method in methods.items():
+            of_method = quantized(params, seen, method)
+            found[kind, name] = float(validation_loss(of_method, batches, config, method))
+    return found
 
 
 def check_converter(params: Tree, config: Config, layout: Literal["modelopt", "te"], folder: Path) -> int:
@@ -105,32 +183,41 @@ def check_converter(params: Tree, config: Config, layout: Literal["modelopt", "t
     return len(quantized) * config.layers
 
 
+def spread(values: Sequence[float]) -> float | None:
+    """Returns the standard error of the mean; None for one value."""
+    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+
+
 def summarize(found: Sequence[Mapping[tuple[str, str], float]]) -> list[dict[str, Any]]:
     """Makes the rows of the table of what each model showed."""
-    base = dict(enumerate(of[("", BASELINE)] for of in found))
-    rows = [{"quantized": "", "recipe": BASELINE, "perplexity": math.exp(np.mean(list(base.values())))}]
-    for kind, recipes in KINDS.items():
-        plain = gap(dict(enumerate(of[kind, next(iter(recipes))] for of in found)), base)
-        assert plain is not None
-        for name in recipes:
-            of_model = dict(enumerate(of[kind, name] for of in found))
-            own = gap(of_model, base)
-            assert own is not None
-            closed = None if own == plain else 100 * (1 - own.mean / plain.mean)
-            perplexity = math.exp(np.mean(list(of_model.values())))
-            rows.append({"quantized": kind, "recipe": name, "perplexity": perplexity, "gap_percent": own.mean,
-                         "standard_error": own.error, "closed_percent": closed})  # fmt: skip
+    base = np.array([of[("", BASELINE)] for of in found])
+    rows: list[dict[str, Any]] = [{"quantized": "", "method": BASELINE, "perplexity": math.exp(np.mean(base))}]
+    for kind, methods in KINDS.items():
+        above = {name: np.array([of[kind, name] for of in found]) - base for name in methods}
+        plain = next(iter(above.values()))
+        for name, gaps in above.items():
+            row = {"quantized": kind, "method": name, "perplexity": math.exp(np.mean(base + gaps))}
+            percent, closed = 100 * gaps / base, 100 * (1 - gaps / plain)
+            row |= {"gap_nats": float(np.mean(gaps)), "gap_percent": float(np.mean(percent))}
+            row["standard_error"] = spread(percent)
+            if gaps is not plain:
+                row |= {"closed_percent": float(np.mean(closed)), "closed_standard_error": spread(closed)}
+            rows.append(row)
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    heads = ["quantized", "recipe", "perplexity", "loss above bf16, %", "closed, %"]
+    heads = ["quantized", "method", "perplexity", "loss above bf16, %", "closed, %"]
     cells = [heads, ["---"] * len(heads)]
     for row in rows:
-        error = "" if row.get("standard_error") is None else f" ± {row['standard_error']:.3f}"
-        above = f"{row['gap_percent']:+.3f}{error}" if "gap_percent" in row else ""
-        closed = "" if row.get("closed_percent") is None else f"{row['closed_percent']:.1f}"
-        cells.append([row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed])
+        above, closed = (
+            "" if of not in row else f"{row[of]:{form}}" + ("" if row[error] is None else f" ± {row[error]:{form[1:]}}")
+            for of, error, form in (
+                ("gap_percent", "standard_error", "+.3f"),
+                ("closed_percent", "closed_standard_error", "-.1f"),
+            )
+        )
+        cells.append([row["quantized"], row["method"], f"{row['perplexity']:.4f}", above, closed])
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
@@ -165,12 +252,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"--tokens must have the text of the runs, {runs[0].sha256}, got {text.source.sha256}")
     config = replace(runs[0].config, val_batches=args.batches)
     batches = jnp.asarray(val_batches(text.val, config))
+    count = min(CALIBRATION, len(text.train) // config.seq // AT_ONCE * AT_ONCE)
+    windows = text.train[: count * config.seq].reshape(-1, AT_ONCE, config.seq)
+    calibration = jnp.asarray(windows, jnp.int32)
     models = [jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained.params) for trained in runs]
     for layout in LAYOUTS:
         with tempfile.TemporaryDirectory() as scratch:
             count = check_converter(models[0], config, layout, Path(scratch))
         print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
-    return summarize([losses(params, config, batches) for params in models])
+    return summarize([losses(params, config, batches, calibration) for params in models])
 
 
 def main() -> None:

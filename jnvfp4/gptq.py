@@ -1,0 +1,133 @@
+"""GPTQ (arXiv 2210.17323) on NVFP4 blocks: weights rounded so that what a layer computes changes least."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from . import reference
+from ._core.softfloat import from_bits, to_bits
+from ._core.tensor import NVFP4Tensor
+from ._ops.arguments import Checks, operation
+from ._ops.quantize import quantize as quantize_nearest
+from .spec import BLOCK, NVFP4, QuantSpec
+
+
+@operation
+def hessian(x: ArrayLike) -> jax.Array:
+    """Computes X^T X of what a layer multiplies by its weights. Add those of all batches.
+
+    Args:
+      x: [..., K], float32, bfloat16 or float16. Any leading axis may be sharded.
+
+    Returns:
+      float32 [K, K]. XLA sums in float32, in its own order.
+    """
+    x = Checks("gptq.hessian").float_array("x", x)
+    if x.ndim < 1:
+        raise ValueError("gptq.hessian: x must have shape [..., K], got a scalar")
+    rows = x.reshape(-1, x.shape[-1])
+    highest = lax.Precision.HIGHEST  # float32 stays float32, never TF32
+    return lax.dot_general(rows, rows, (((0,), (0,)), ((), ())), precision=highest, preferred_element_type=jnp.float32)
+
+
+@operation
+def quantize(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, damping: float = 0.01) -> NVFP4Tensor:
+    """Quantizes the weights of a layer one column after another; those behind it make up for its error.
+
+    The scales of 16 columns are chosen by ``spec`` when their turn comes, of what the columns before made of them. The
+    amax is that of w. Where the inputs of a layer are not correlated, or were never seen (H = 0), the result is that of
+    ``jnvfp4.quantize``.
+
+    Args:
+      w: [..., N, K], float32, bfloat16 or float16, K a multiple of 16; leading axes are experts.
+      hessian: H = X^T X (``hessian``), or any multiple of it, float32 [..., K, K] with the leading axes of w.
+      spec: of 1x16 blocks that are rounded to nearest and not rotated, with amax scope "tensor" or "row".
+      damping: what is added to the diagonal of H, in parts of its mean.
+
+    Returns:
+      The weights in the format of ``spec``. Sums over columns are XLA's, in float32: unlike those of
+      ``jnvfp4.quantize``, the bits may differ between platforms.
+
+    Raises:
+      ValueError, TypeError: shapes, dtypes or the spec do not fit; the message names them.
+    """
+    check = Checks("gptq.quantize")
+    check.spec("spec", spec)
+    w, h = check.float_array("w", w), check.array("hessian", hessian)
+    if w.ndim < 2 or w.shape[-1] % BLOCK:
+        raise ValueError(f"{check.op}: w must have shape [..., N, K] with K a multiple of {BLOCK}, got {w.shape}")
+    if h.dtype != jnp.float32 or h.shape != (*w.shape[:-2], w.shape[-1], w.shape[-1]):
+        wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
+        raise ValueError(f"{check.op}: hessian must be float32 {wanted}, [..., K, K], got {h.dtype} {h.shape}")
+    fmt = spec.format
+    if spec.block_rows != 1 or spec.rounding != "nearest" or fmt.rht or fmt.amax_scope == "window64":
+        raise ValueError(
+            f'{check.op}: spec must have block_rows=1, rounding="nearest", rht=False and amax_scope "tensor" or "row", '
+            f"got {spec}"
+        )
+    if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < 1:
+        raise ValueError(f"{check.op}: damping must be a number above 0 and below 1, got {damping!r}")
+    of_matrix = partial(_quantize, spec=spec, damping=float(damping))
+    for _ in range(w.ndim - 2):
+        of_matrix = jax.vmap(of_matrix)
+    return of_matrix(w, h)
+
+
+@partial(jax.jit, static_argnames=("spec", "damping"))
+def _quantize(w: jax.Array, h: jax.Array, spec: QuantSpec, damping: float) -> NVFP4Tensor:
+    n, k = w.shape
+    upper = _inverse_factor(h, damping)
+    amax = reference.find_amax(w, spec.format.amax_scope)
+
+    def of_group(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        columns, codes, scales = state  # columns: what is left of w^T [K, N]
+        begin = i * BLOCK
+        rows = lax.dynamic_slice_in_dim(upper, begin, BLOCK)
+        scale, found, errors = _round_group(
+            lax.dynamic_slice_in_dim(columns, begin, BLOCK),
+            lax.dynamic_slice_in_dim(rows, begin, BLOCK, axis=1),
+            amax,
+            spec,
+        )
+        columns = columns - jnp.einsum("jk,jn->kn", rows, errors, precision=lax.Precision.HIGHEST)
+        return columns, codes.at[i].set(found), scales.at[i].set(scale)
+
+    start = w.astype(jnp.float32).T, jnp.zeros((k // BLOCK, n, BLOCK), jnp.uint8), jnp.zeros((k // BLOCK, n), jnp.uint8)
+    _, codes, scales = lax.fori_loop(0, k // BLOCK, of_group, start)
+    data = reference.pack_codes(codes.swapaxes(0, 1).reshape(n, k))
+    return NVFP4Tensor(data, lax.bitcast_convert_type(scales.T, jnp.float8_e4m3fn), amax, spec.format)
+
+
+def _inverse_factor(h: jax.Array, damping: float) -> jax.Array:
+    """Returns U, upper triangular, with U^T U = (H + damping mean(diag H) I)^-1.
+
+    The Cholesky factor of H with its rows and columns in descending order, turned back, is an upper R with R R^T = H.
+    Then U = R^-1, and H is not inverted.
+    """
+    mean = jnp.mean(jnp.diagonal(h))
+    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
+    damped = h / jnp.where(mean > 0, mean, 1) + jnp.where(mean > 0, damping, 1) * eye
+    r = jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+    return jax.scipy.linalg.solve_triangular(r, eye, lower=False)
+
+
+def _round_group(
+    columns: jax.Array, upper: jax.Array, amax: jax.Array, spec: QuantSpec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rounds 16 columns [16, N]. -> block scales uint8 [N], codes [N, 16], errors [16, N] in parts of U's diagonal"""
+    scale = lax.bitcast_convert_type(quantize_nearest(columns.T, spec, amax=amax).scale[:, 0], jnp.uint8)
+    amaxes, e4m3_max = to_bits(amax), spec.format.e4m3_max
+    decode, _ = reference.global_scale(amaxes, e4m3_max)
+    encode = from_bits(reference.block_encode_scale(scale, decode))
+    factor = from_bits(reference.dequantize_factor(scale, amaxes, e4m3_max))
+    codes, errors = [], []
+    for j in range(BLOCK):
+        code = reference.e2m1_encode(to_bits(columns[j] * encode))
+        error = (columns[j] - from_bits(reference.e2m1_decode(code)) * factor) / upper[j, j]
+        columns = columns - upper[j, :, None] * error
+        codes.append(code)
+        errors.append(error)
+    return scale, jnp.stack(codes, axis=-1), jnp.stack(errors)
