@@ -4,7 +4,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import attention as attention
-from . import gptq as gptq
+from . import calibration as calibration
 from . import recipes as recipes
 from . import remat as remat
 from . import sharding as sharding

@@ -59,6 +59,7 @@ from jnvfp4 import (
 )
 from jnvfp4 import Rule as PolicyRule
 from jnvfp4.attention import KVCache, append_kv, decode_attention
+from jnvfp4.calibration import gptq, hessian
 from jnvfp4.spec import four_over_six
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
@@ -725,3 +726,17 @@ rule(f"TypeError: k must be {FLOATS}, got int8", append_kv, kv(), a(3, 2, 64, dt
 text = "implementation must be None, 'native' or 'reference', got 'cuda'"
 rule(text, decode_attention, q, kv(), n, implementation="cuda")
 rule(text, append_kv, kv(), rows, rows, n, implementation="cuda")
+
+
+# ---------------------------------------------------------------- calibration
+EYE, WEIGHT = a(64, 64), a(32, 64)
+rule("x must have shape [..., K], got a scalar", hessian, a())
+rule("w must have shape [..., N, K] with K a multiple of 16, got (32, 72)", gptq, a(32, 72), a(72, 72))
+rule("w must have shape [..., N, K] with K a multiple of 16, got (64,)", gptq, a(64), EYE)
+rule("hessian must be float32 (64, 64), [..., K, K], got bfloat16 (64, 64)", gptq, WEIGHT, a(64, 64, dtype=BF16))
+rule("hessian must be float32 (2, 64, 64), [..., K, K], got float32 (64, 64)", gptq, a(2, 32, 64), EYE)
+for of_spec in (NVFP4_2D, NVFP4_SR, NVFP4_RHT, WINDOW64):
+    text = 'spec must have block_rows=1, rounding="nearest", rht=False and amax_scope "tensor" or "row", got '
+    rule(text + repr(of_spec), gptq, WEIGHT, EYE, of_spec)
+for damping in (0, 1.0, True, "0.1"):
+    rule(f"damping must be a number above 0 and below 1, got {damping!r}", gptq, WEIGHT, EYE, damping=damping)

@@ -32,7 +32,8 @@ import numpy as np
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe, gptq
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe
+from jnvfp4.calibration import gptq, hessian
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from jnvfp4.spec import four_over_six
 from lm.config import Config
@@ -104,7 +105,7 @@ def hessians(params: Tree, tokens: Array, config: Config) -> Hessians:
         seen: dict[str, list[Array]] = {}
 
         def linear(x: Array, w: Array, key: Array, name: str) -> Array:
-            seen.setdefault(name, []).append(gptq.hessian(x))
+            seen.setdefault(name, []).append(hessian(x))
             return bf16_linear(x, w, key, name)
 
         logits(params, batch, config, [linear] * config.layers, jax.random.key(0))
@@ -118,7 +119,7 @@ def quantized(params: Tree, found: Hessians, method: Method) -> Tree:
 
     def weights(name: str, w: Array) -> NVFP4Tensor:
         if method.by_gptq:
-            return gptq.quantize(w, found[name], method.w)
+            return gptq(w, found[name], method.w)
         return jax.vmap(partial(jnvfp4.quantize, spec=method.w))(w)
 
     layers = {name: weights(name, w) if name in found else w for name, w in params["layers"].items()}

@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323) on NVFP4 blocks: weights rounded so that what a layer computes changes least."""
+"""Weights quantized with a look at what they multiply: GPTQ (arXiv 2210.17323) on NVFP4 blocks."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from . import reference
 from ._core.softfloat import from_bits, to_bits
 from ._core.tensor import NVFP4Tensor
 from ._ops.arguments import Checks, operation
-from ._ops.quantize import quantize as quantize_nearest
+from ._ops.quantize import quantize
 from .spec import BLOCK, NVFP4, QuantSpec
 
 
@@ -25,16 +25,16 @@ def hessian(x: ArrayLike) -> jax.Array:
     Returns:
       float32 [K, K]. XLA sums in float32, in its own order.
     """
-    x = Checks("gptq.hessian").float_array("x", x)
+    x = Checks("hessian").float_array("x", x)
     if x.ndim < 1:
-        raise ValueError("gptq.hessian: x must have shape [..., K], got a scalar")
+        raise ValueError("hessian: x must have shape [..., K], got a scalar")
     rows = x.reshape(-1, x.shape[-1])
     highest = lax.Precision.HIGHEST  # float32 stays float32, never TF32
     return lax.dot_general(rows, rows, (((0,), (0,)), ((), ())), precision=highest, preferred_element_type=jnp.float32)
 
 
 @operation
-def quantize(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, damping: float = 0.01) -> NVFP4Tensor:
+def gptq(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, damping: float = 0.01) -> NVFP4Tensor:
     """Quantizes the weights of a layer one column after another; those behind it make up for its error.
 
     The scales of 16 columns are chosen by ``spec`` when their turn comes, of what the columns before made of them. The
@@ -54,7 +54,7 @@ def quantize(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, dampi
     Raises:
       ValueError, TypeError: shapes, dtypes or the spec do not fit; the message names them.
     """
-    check = Checks("gptq.quantize")
+    check = Checks("gptq")
     check.spec("spec", spec)
     w, h = check.float_array("w", w), check.array("hessian", hessian)
     if w.ndim < 2 or w.shape[-1] % BLOCK:
@@ -70,14 +70,14 @@ def quantize(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, dampi
         )
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < 1:
         raise ValueError(f"{check.op}: damping must be a number above 0 and below 1, got {damping!r}")
-    of_matrix = partial(_quantize, spec=spec, damping=float(damping))
+    of_matrix = partial(_gptq, spec=spec, damping=float(damping))
     for _ in range(w.ndim - 2):
         of_matrix = jax.vmap(of_matrix)
     return of_matrix(w, h)
 
 
 @partial(jax.jit, static_argnames=("spec", "damping"))
-def _quantize(w: jax.Array, h: jax.Array, spec: QuantSpec, damping: float) -> NVFP4Tensor:
+def _gptq(w: jax.Array, h: jax.Array, spec: QuantSpec, damping: float) -> NVFP4Tensor:
     n, k = w.shape
     upper = _inverse_factor(h, damping)
     amax = reference.find_amax(w, spec.format.amax_scope)
@@ -118,16 +118,18 @@ def _round_group(
     columns: jax.Array, upper: jax.Array, amax: jax.Array, spec: QuantSpec
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rounds 16 columns [16, N]. -> block scales uint8 [N], codes [N, 16], errors [16, N] in parts of U's diagonal"""
-    scale = lax.bitcast_convert_type(quantize_nearest(columns.T, spec, amax=amax).scale[:, 0], jnp.uint8)
+    scale = lax.bitcast_convert_type(quantize(columns.T, spec, amax=amax).scale[:, 0], jnp.uint8)
     amaxes, e4m3_max = to_bits(amax), spec.format.e4m3_max
     decode, _ = reference.global_scale(amaxes, e4m3_max)
     encode = from_bits(reference.block_encode_scale(scale, decode))
     factor = from_bits(reference.dequantize_factor(scale, amaxes, e4m3_max))
-    codes, errors = [], []
-    for j in range(BLOCK):
+
+    def of_column(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        columns, codes, errors = state
         code = reference.e2m1_encode(to_bits(columns[j] * encode))
         error = (columns[j] - from_bits(reference.e2m1_decode(code)) * factor) / upper[j, j]
-        columns = columns - upper[j, :, None] * error
-        codes.append(code)
-        errors.append(error)
-    return scale, jnp.stack(codes, axis=-1), jnp.stack(errors)
+        return columns - upper[j][:, None] * error[None], codes.at[j].set(code), errors.at[j].set(error)
+
+    start = columns, jnp.zeros(columns.shape, jnp.uint8), jnp.zeros_like(columns)
+    _, codes, errors = lax.fori_loop(0, BLOCK, of_column, start)  # unrolled, it would take long to compile
+    return scale, codes.T, errors
