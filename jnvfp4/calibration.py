@@ -34,17 +34,24 @@ def hessian(x: ArrayLike) -> jax.Array:
 
 
 @operation
-def gptq(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, damping: float = 0.01) -> NVFP4Tensor:
+def gptq(
+    w: ArrayLike,
+    hessian: ArrayLike,
+    spec: QuantSpec = NVFP4,
+    *,
+    amax: ArrayLike | None = None,
+    damping: float = 0.01,
+) -> NVFP4Tensor:
     """Quantizes the weights of a layer one column after another; those behind it make up for its error.
 
-    The scales of 16 columns are chosen by ``spec`` when their turn comes, of what the columns before made of them. The
-    amax is that of w. Where the inputs of a layer are not correlated, or were never seen (H = 0), the result is that of
-    ``jnvfp4.quantize``.
+    The scales of 16 columns are chosen by ``spec`` when their turn comes, of what the columns before made of them.
+    Where inputs are not correlated, or were never seen (H = 0), the result is that of ``jnvfp4.quantize``.
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16, K a multiple of 16; leading axes are experts.
       hessian: H = X^T X (``hessian``), or any multiple of it, float32 [..., K, K] with the leading axes of w.
       spec: of 1x16 blocks that are rounded to nearest and not rotated, with amax scope "tensor" or "row".
+      amax: as in ``jnvfp4.quantize``; None is that of w, or of each matrix or row of it.
       damping: what is added to the diagonal of H, in parts of its mean.
 
     Returns:
@@ -70,17 +77,28 @@ def gptq(w: ArrayLike, hessian: ArrayLike, spec: QuantSpec = NVFP4, *, damping: 
         )
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < 1:
         raise ValueError(f"{check.op}: damping must be a number above 0 and below 1, got {damping!r}")
+    shape = w.shape[:-2] if fmt.amax_scope == "tensor" else w.shape[:-1]
+    amax = _amaxes(w, fmt.amax_scope) if amax is None else check.amax(amax)
+    if amax.shape != shape:
+        raise ValueError(f"{check.op}: amax must have shape {shape}, got {amax.shape}")
     of_matrix = partial(_gptq, spec=spec, damping=float(damping))
     for _ in range(w.ndim - 2):
         of_matrix = jax.vmap(of_matrix)
-    return of_matrix(w, h)
+    return of_matrix(w, h, amax)
+
+
+def _amaxes(w: jax.Array, scope: str) -> jax.Array:
+    """Finds the amax of each matrix, or of each row."""
+    find = partial(reference.find_amax, scope=scope)
+    for _ in range(w.ndim - 2):
+        find = jax.vmap(find)
+    return find(w)
 
 
 @partial(jax.jit, static_argnames=("spec", "damping"))
-def _gptq(w: jax.Array, h: jax.Array, spec: QuantSpec, damping: float) -> NVFP4Tensor:
+def _gptq(w: jax.Array, h: jax.Array, amax: jax.Array, spec: QuantSpec, damping: float) -> NVFP4Tensor:
     n, k = w.shape
     upper = _inverse_factor(h, damping)
-    amax = reference.find_amax(w, spec.format.amax_scope)
 
     def of_group(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         columns, codes, scales = state  # columns: what is left of w^T [K, N]

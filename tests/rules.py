@@ -738,5 +738,6 @@ rule("hessian must be float32 (2, 64, 64), [..., K, K], got float32 (64, 64)", g
 for of_spec in (NVFP4_2D, NVFP4_SR, NVFP4_RHT, WINDOW64):
     text = 'spec must have block_rows=1, rounding="nearest", rht=False and amax_scope "tensor" or "row", got '
     rule(text + repr(of_spec), gptq, WEIGHT, EYE, of_spec)
+rule("amax must have shape (32,), got ()", gptq, WEIGHT, EYE, ROW_SCALED, amax=1.0)
 for damping in (0, 1.0, True, "0.1"):
     rule(f"damping must be a number above 0 and below 1, got {damping!r}", gptq, WEIGHT, EYE, damping=damping)

@@ -92,6 +92,13 @@ def test_channels_without_input_are_rounded_by_themselves(cpu):
     assert change(w, x, got) < change(w, x, plain)
 
 
+@every_spec
+def test_a_larger_amax_may_be_given(cpu, spec):
+    w, _ = layer(8, 32, 64)
+    amax = 2 * jnvfp4.quantize(w, spec).amax
+    assert_same_tensor(gptq(w, jnp.eye(64), spec, amax=amax), jnvfp4.quantize(w, spec, amax=amax))
+
+
 def test_experts_are_quantized_each_by_itself(cpu):
     ws, xs = (jnp.stack(parts) for parts in zip(*(layer(seed, 32, 64) for seed in (5, 6)), strict=True))
     both = gptq(ws, jax.vmap(hessian)(xs))
