@@ -599,10 +599,10 @@ def attend_chunk(q: jax.Array, keys: tuple, values: tuple, visible: jax.Array, f
     x = jnp.where(visible[:, None, None, :], x * (k_amax * factor)[:, :, None, :], -jnp.inf)
     x = lax.optimization_barrier(x)
     m = jnp.ceil(jnp.max(x, axis=3))
-    p = lax.optimization_barrier(jnp.where(x == -jnp.inf, 0.0, jnp.exp2(x - m[..., None])))
+    p = lax.optimization_barrier(jnp.where(visible[:, None, None, :], jnp.exp2(x - m[..., None]), 0.0))
     v_amax = jnp.where(visible[:, None, :], v_amax, 0.0)
     largest = amax_bits(lax.bitcast_convert_type(v_amax, jnp.uint32), axis=2)
-    e = jnp.clip((largest >> 23).astype(jnp.float32) - 127, -100, 127)[..., None]  # floor(log2(amax))
+    e = jnp.clip((largest >> 23).astype(jnp.float32) - 127, -113, 127)[..., None]  # floor(log2(amax))
     half = jnp.floor(e / 2)  # 2^-127 is no normal number
     weights = p * (v_amax * _two_to(-half) * _two_to(half - e))[:, :, None, :]
     v = jnp.where(visible[:, None, :, None], v, 0.0)
@@ -673,14 +673,12 @@ def put_rows(part: jax.Array, rows: jax.Array, pages: jax.Array | None, position
         put = put_rows(bytes_of(part), bytes_of(rows), pages, positions)
         return lax.bitcast_convert_type(put, jnp.float8_e4m3fn)
     nowhere = np.int32(2**31 - 1)
-    if pages is None:
-        exists = (positions >= 0) & (positions < part.shape[2])
-        first, place = jnp.where(exists, jnp.arange(positions.shape[0], dtype=jnp.int32), nowhere), positions
-    else:
-        of_table = pages.at[jnp.arange(positions.shape[0]), positions // CHUNK].get(mode="fill", fill_value=-1)
-        exists = (positions >= 0) & (of_table >= 0)
-        first, place = jnp.where(exists, of_table, nowhere), positions % CHUNK
-    return part.at[first, :, jnp.where(exists, place, 0)].set(rows, mode="drop")
+    if pages is None:  # by sequence, so that devices that have some of them need nothing of others
+        places = jnp.where((positions >= 0) & (positions < part.shape[2]), positions, nowhere)
+        return jax.vmap(lambda of, row, place: of.at[:, place].set(row, mode="drop"))(part, rows, places)
+    of_table = pages.at[jnp.arange(positions.shape[0]), positions // CHUNK].get(mode="fill", fill_value=-1)
+    page = jnp.where((positions >= 0) & (of_table >= 0), of_table, nowhere)
+    return part.at[page, :, positions % CHUNK].set(rows, mode="drop")
 
 
 def append_kv(

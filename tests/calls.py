@@ -167,11 +167,17 @@ def cache(side: str, lead: tuple[int, ...], depth: int) -> tuple[Array, Array, A
 
 
 def cache_call(
-    target: str, paged: bool = False, capability: int = 0, depth: int = 64, tokens: int = 128, room: int = 64
+    target: str,
+    paged: bool = False,
+    capability: int = 0,
+    depth: int = 64,
+    tokens: int = 128,
+    room: int = 64,
+    pool: int = 7,
 ) -> Call:
-    """Attention or appending for three sequences with two KV heads; ``room``: tokens of a page."""
+    """Attention or appending for three sequences with two KV heads; ``room``: tokens of a page, ``pool``: its pages."""
     batch, heads, group = 3, 2, 5
-    lead = (7, heads, room) if paged else (batch, heads, tokens)
+    lead = (pool, heads, room) if paged else (batch, heads, tokens)
     pages = Array("pages", (batch, tokens // 64), jnp.int32) if paged else absent("pages", jnp.int32)
     if paged:  # a table of another width is one of another capacity, a pool may have any number of pages
         pages = replace(pages, may_be=((batch, 1), (batch, 3), (batch, 4)))

@@ -670,6 +670,7 @@ odd = (cache_call("decode_attention", tokens=96), "of a multiple of 64 tokens")
 text = "the capacity of the cache must be a multiple of 64, got {}; make it {}: what lies behind"
 cache_rule(text.format(96, 128), kv(96), handler=odd)
 cache_rule(text.format(100, 128), dense_kv(100))
+OF_HANDLERS.append((cache_call("decode_attention", tokens=0), "of a multiple of 64 tokens, not 0"))
 cache_rule("cache.keys must have shape [B, Hkv, capacity, D] with B=2, got (3, 2, 128, 64); a pool", batch=2)
 cache_rule("cache.keys must have shape [B, Hkv, capacity, D] with B=2, got (3, 2, 128, 64)", dense_kv(), batch=2)
 sizes = (cache_call("append_kv", depth=80), "D must be 64 or 128, got 80")
@@ -677,9 +678,12 @@ text = "a head must have D=64 or 128 elements, in the cache too, got D={} and ca
 cache_rule(text.format(80, 80), kv(depth=80), depth=80, handler=sizes)
 cache_rule(text.format(64, 128), kv(depth=128))
 short = (cache_call("append_kv", paged=True, room=32), "pages of 64 tokens")
-text = "the pages of cache.keys must have 64 tokens, got shape (7, 2, 128, 64)"
-cache_rule(text, kv(lead=(7, 2), pages=pages), handler=short)
-cache_rule(text, dense_kv(lead=(7, 2), pages=pages))
+text = "the pages of cache.keys must have 64 tokens, and there must be one or more, got shape ({}, 2, {}, 64)"
+cache_rule(text.format(7, 128), kv(lead=(7, 2), pages=pages), handler=short)
+cache_rule(text.format(7, 128), dense_kv(lead=(7, 2), pages=pages))
+none = (cache_call("decode_attention", paged=True, pool=0), "keys data must have one or more pages of 64 tokens")
+cache_rule(text.format(0, 64), kv(64, lead=(0, 2), pages=pages), handler=none)
+cache_rule(text.format(0, 64), dense_kv(64, lead=(0, 2), pages=pages))
 cache_rule("TypeError: cache.pages must be int32, got float32", kv(**IN_POOL, pages=a(3, 2)))
 cache_rule("cache.pages must have shape [B, max_pages] with B=3, got (2, 2)", kv(**IN_POOL, pages=a(2, 2, dtype=I32)))
 cache_rule("cache.pages must have shape [B, max_pages] with B=3, got (3,)", kv(**IN_POOL, pages=a(3, dtype=I32)))
@@ -712,8 +716,7 @@ for cache in (kv(), dense_kv()):
     )
     for scale in (a(), True, 10**400, 1e39):  # the last is no float32
         rule("TypeError: sm_scale must be None or a finite", decode_attention, q, cache, n, sm_scale=scale)
-    empty = KVCache.zeros((3, 0, 64, 64))
-    rule(text.replace("3 and 2", "4 and 0"), decode_attention, q, empty, n)
+    rule(text.replace("3 and 2", "4 and 0"), decode_attention, q, kv(lead=(3, 0)), n)
     rule("TypeError: positions must be int32, got float32", append_kv, cache, rows, rows, a(3))
     rule(
         "positions must have shape (3,), one for each sequence, got (2,)", append_kv, cache, rows, rows, a(2, dtype=I32)
@@ -727,6 +730,18 @@ text = "implementation must be None, 'native' or 'reference', got 'cuda'"
 rule(text, decode_attention, q, kv(), n, implementation="cuda")
 rule(text, append_kv, kv(), rows, rows, n, implementation="cuda")
 
+zeros = KVCache.zeros
+text = "shape must be [B, Hkv, capacity, D], or [P, Hkv, 64, D] with pages, with Hkv above 0 and D=64 or 128, got {}"
+for shape in ((3, 0, 64, 64), (3, 2, 64, 80), (2, 64, 64), ()):
+    rule(text.format(shape), zeros, shape)
+rule(text.replace("=64 or 128", " above 0").format((3, 2, 64, 0)), zeros, (3, 2, 64, 0), BF16)
+rule("the capacity of the cache must be a multiple of 64, got 100; make it 128", zeros, (3, 2, 100, 64))
+rule("the capacity of the cache must be a multiple of 64, got 0; make it 64", zeros, (5, 3, 2, 0, 64), BF16)
+rule("the pages of cache.keys must have 64 tokens, ..., got shape (7, 2, 128, 64)", zeros, (7, 2, 128, 64), pages=pages)
+rule("the pages of cache.keys must ... be one or more, got shape (0, 2, 64, 64)", zeros, (0, 2, 64, 64), pages=pages)
+rule("pages must have shape [B, max_pages], got (3,)", zeros, (7, 2, 64, 64), pages=a(3, dtype=I32))
+rule("TypeError: cache.pages must be int32, got float32", zeros, (7, 2, 64, 64), pages=a(3, 2))
+rule("cache.pages must have shape [B, max_pages] with B=3, got (3, 0)", zeros, (7, 2, 64, 64), pages=a(3, 0, dtype=I32))
 
 # ---------------------------------------------------------------- calibration
 EYE, WEIGHT = a(64, 64), a(32, 64)

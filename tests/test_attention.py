@@ -3,7 +3,7 @@
 The bits of attention differ between kinds of device, those of the cache do not.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import collectives, every_kind, make_mesh
+from meshes import collectives, elements, every_kind, make_mesh
 from operands import ROW
 
 from jnvfp4 import ROW_SCALED, NVFP4Tensor, dequantize, export_checks, quantize
@@ -109,6 +109,13 @@ def paged(problem: Problem, spare: int = 3, seed: int = 5) -> Problem:
     return problem._replace(cache=KVCache(*jax.tree.map(pool, tuple(problem.cache[:2])), table))
 
 
+def rows_of(codes: np.ndarray, amax: np.ndarray) -> NVFP4Tensor:
+    """Codes [..., D] and amaxes [...] with scales of 448: a code of 6 is its row's amax."""
+    scale = np.full((*codes.shape[:-1], codes.shape[-1] // 16), 448, ml_dtypes.float8_e4m3fn)
+    codes = codes.astype(np.uint8)
+    return NVFP4Tensor(codes[..., ::2] | codes[..., 1::2] << 4, scale, amax.astype(np.float32), ROW)
+
+
 # ---------------------------------------------------------------- the bound
 def values_of(t: NVFP4Tensor) -> np.ndarray:
     with np.errstate(invalid="ignore"):
@@ -136,7 +143,7 @@ def exact_and_bound(problem: Problem, sm_scale: float | None = None) -> tuple[np
         bound[b] = relative * np.einsum("hgt,htd->hgd", p, abs(v)) / total
         chunks = np.arange(0, length, 64)
         largest = np.maximum.reduceat(p, chunks, axis=-1) * np.maximum.reduceat(amax, chunks, axis=-1)
-        bound[b] += length * 2.0**-37 * np.max(largest, -1, keepdims=True) / total
+        bound[b] += length * 2.0**-37 * np.max(largest, -1, keepdims=True) / total + 2.0**-120
     return out.reshape(q.shape), bound.reshape(q.shape)
 
 
@@ -145,6 +152,11 @@ def assert_in_bound(got, problem: Problem, sm_scale: float | None = None) -> Non
     error = np.abs(np.asarray(got).astype(np.float64) - exact)
     wrong = np.argwhere(~(error <= bound + half_ulp(np.abs(exact) + bound, np.asarray(got).dtype)))
     assert not wrong.size, f"{len(wrong)} of {got.size} outside the bound, first at {tuple(wrong[0])}"
+
+
+def with_smaller_values(problem: Problem, power: int) -> Problem:
+    problem.cache.values.amax[...] *= np.float32(2.0**-power)
+    return problem
 
 
 def with_largest_amax(problem: Problem) -> Problem:
@@ -164,8 +176,10 @@ PROBLEMS = {
     "equal rows": make([256, 100], spread=0, dtype="bf16"),
     "room that is not used": make([3, 64], capacity=1024),
     "tiny amaxes": make([90], spread=60, size=1e-3, dtype="bf16"),
+    "the smallest amaxes of values": with_smaller_values(make([90, 70], spread=3, size=1e-3, dtype="bf16"), 110),
     "the largest exponent of an amax": with_largest_amax(make([70, 1], size=0.0, dtype="bf16")),
     "long": make([2050], heads=1, group=8, depth=128, spread=2),
+    "segments of 512 tokens": make([8260], heads=1, group=1, spread=2),
 }
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
@@ -232,6 +246,46 @@ def test_random_sequences_have_their_own_bits(native, seed):
     assert_alone(problem, "native")
 
 
+def test_more_sequences_than_a_launch_has(native):
+    problem = make([n % 5 for n in range(513)], heads=1, group=1)
+    got = problem.run()
+    assert_in_bound(got, problem)
+    some = [512, 1, 511, 3]
+    assert_bitwise(problem.of(*some).run(), got[some])
+
+
+def three_chunks(rng, count: int, of_segment: int, level: int) -> np.ndarray:
+    """Three of ``count`` chunks: of one segment, of segments that one of the four sums has, or of three of these."""
+    lane = rng.choice(4, 3, replace=False) if level == 2 else rng.integers(4)
+    segments = lane + 4 * rng.choice(count // of_segment // 4, 3, replace=level != 1) * (level > 0)
+    return of_segment * segments + rng.choice(of_segment, 3, replace=False)
+
+
+def sum_in_order(chunks: np.ndarray, of_segment: int) -> np.ndarray:
+    """The sums of chunks [C, D] in float32, in the order of docs/numerics.md."""
+    ascending = partial(reduce, np.add)
+    segments = [ascending(chunks[i : i + of_segment]) for i in range(0, len(chunks), of_segment)]
+    return ascending([ascending(segments[i::4]) for i in range(4)])
+
+
+@pytest.mark.parametrize(("count", "of_segment"), [(52, 4), (132, 8)], ids=["256 tokens", "512 tokens"])
+def test_the_order_of_sums(backend, count, of_segment):
+    """With equal weights: an element adds 2^26, -2^26 and 1, of which one chunk each has a token; the first eat 1."""
+    rng = np.random.default_rng(0)
+    codes, chunks = np.zeros((count, 64, 64), int), np.zeros((count, 64), np.float32)
+    for element in range(64):
+        at = three_chunks(rng, count, of_segment, element % 3)
+        codes[at, [9, 9, 10], element] = 7, 15, 7
+        chunks[at, element] = np.float32(2688) * np.float32([2**26, -(2**26), 1])  # the factor of sums
+    amax = np.zeros((count, 64))
+    amax[:, 9], amax[:, 10] = 2**26, 1
+    values = rows_of(codes.reshape(1, 1, -1, 64), amax.reshape(1, 1, -1))
+    problem = Problem(np.zeros((1, 1, 64), ml_dtypes.bfloat16), KVCache(values, values), np.int32([64 * count]))
+    want = sum_in_order(chunks, of_segment) / np.float32(2688 * 64 * count)
+    assert 9 < np.count_nonzero(want) < 55
+    assert_bitwise(problem.run(backend.implementation)[0, 0], want.astype(ml_dtypes.bfloat16))
+
+
 def test_capacity_and_other_heads_change_no_bit(backend):
     problem = make([5, 64, 100])
     want = problem.run(backend.implementation)
@@ -288,6 +342,24 @@ def test_nan_of_a_query_is_of_its_head(backend):
     want = problem.run(backend.implementation).copy()
     want[1, 3] = np.nan
     np.testing.assert_array_equal(problem._replace(q=q).run(backend.implementation), want)
+
+
+def test_where_infinity_goes(backend):
+    """A score of -inf has no weight, unless a chunk has no other; one of inf makes its head NaN."""
+    values = make([128] * 3, heads=1, spread=1).cache.values
+    q, amax = np.zeros((3, 2, 64), ml_dtypes.bfloat16), np.full((3, 1, 128), 1e-30)
+    q[0, 0, 0], q[1, 0, 0], q[2, :, 0], amax[2, 0, 70:90] = -np.inf, np.inf, -1e34, 1e38
+
+    def run():
+        keys = rows_of(np.full((3, 1, 128, 64), 7), amax)
+        return Problem(q, KVCache(keys, values), np.int32([128] * 3)).run(backend.implementation).astype(np.float64)
+
+    got, mixed = run(), values_of(values)[:, 0]
+    assert np.isnan(got[:2, 0]).all()
+    np.testing.assert_allclose(got[:2, 1], mixed[:2].mean(1), rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(got[2, 0], np.delete(mixed[2], np.s_[70:90], 0).mean(0), rtol=0.02, atol=0.02)
+    amax[2, 0, 64:] = 1e38  # a chunk of -inf alone
+    assert np.isnan(run()[2]).all()
 
 
 # ---------------------------------------------------------------- appending
@@ -408,6 +480,17 @@ def test_vmap_of_attention_is_a_loop(backend, axes, in_pages):
 
 
 @pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("axes", [(1, None), (0, 0)], ids=["queries", "queries and lengths"])
+def test_vmap_over_no_examples_is_empty(backend, axes, in_pages):
+    one = jax.tree.map(jnp.asarray, PAGED if in_pages else EXAMPLE)
+    q = jnp.zeros(np.insert(one.q.shape, axes[0], 0), one.q.dtype)
+    lengths = one.lengths if axes[1] is None else jnp.zeros((0, 3), jnp.int32)
+    attend = partial(decode_attention, implementation=backend.implementation)
+    out = jax.vmap(lambda q, lengths: attend(q, one.cache, lengths), in_axes=axes)(q, lengths)
+    assert (out.shape, out.dtype) == ((0, *one.q.shape), q.dtype)
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("of_cache", [0, None])
 def test_vmap_of_append_is_a_loop(backend, in_pages, of_cache):
     one = PAGED if in_pages else EXAMPLE
@@ -470,6 +553,24 @@ def test_what_no_kernel_takes_is_refused(native, monkeypatch):
         jax.jit(lambda *v: decode_attention(*v)).lower(problem.q, problem.cache, problem.lengths)
 
 
+LARGEST = {  # an axis of the shape, the most, one step, the other sizes, the first capability that has the limit, why
+    "tokens": (4, 2**30, 64, (1, 1, 1, 64), 0, "it takes at most 2^30 tokens of a sequence"),
+    "query heads": (0, 2**24, 1, (2, 1, 64, 64), 80, "it takes at most 2^25 query heads over all sequences"),
+    "rows": (4, 2**22, 64, (2**13, 2, 1, 64), 80, "at most 2^25 query heads over all sequences, and 2^36 rows of the"),
+}
+
+
+@pytest.mark.parametrize(("axis", "most", "step", "others", "first", "reason"), LARGEST.values(), ids=LARGEST)
+def test_sizes_that_a_kernel_does_not_count_are_refused(axis, most, step, others, first, reason):
+    for capability in (0, 80, 90):
+        largest, larger = (
+            plans.plan_decode_attention(shape=(*others[:axis], size, *others[axis:]), capability=capability).reason
+            for size in (most, most + step)
+        )
+        assert largest == ""
+        assert (reason in larger) == (capability >= first)
+
+
 def test_there_is_no_gradient(backend):
     problem = jax.tree.map(jnp.asarray, EXAMPLE)
 
@@ -519,7 +620,7 @@ def test_sharded_steps_have_the_bits_of_one_device(devices, kind, axes, batch, h
     if in_pages:
         largest = 8 * 8 * 64
         assert {op for op, _ in found} <= {"all-gather"}
-        assert all(elements_of(shape) <= largest for _, shape in found), found
+        assert all(elements(shape) <= largest for _, shape in found), found
         assert found or batch is None
     else:
         assert not found
@@ -531,10 +632,49 @@ def test_sharded_steps_have_the_bits_of_one_device(devices, kind, axes, batch, h
         assert got.sharding.is_equivalent_to(given_.sharding, got.ndim)
 
 
-def elements_of(shape: str) -> int:
-    from meshes import elements
+def dense_cache(problem: Problem, dtype) -> KVCache:
+    """The values of the NVFP4 cache, with zeros behind the ends."""
+    return problem.cache._replace(
+        **{name: np.nan_to_num(values_of(getattr(problem.cache, name))).astype(dtype) for name in ("keys", "values")}
+    )
 
-    return elements(shape)
+
+@every_kind
+@pytest.mark.parametrize("in_pages", [False, True], ids=["contiguous", "pages"])
+def test_a_sharded_cache_of_16_bits_moves_rows_alone(devices, kind, in_pages):
+    problem = make([70, 5, 64, 1, 33, 128, 2, 100], heads=8, group=2, dtype="bf16")
+    problem = paged(problem) if in_pages else problem
+    args = placed(
+        problem._replace(cache=dense_cache(problem, ml_dtypes.bfloat16)), make_mesh(devices, "xy", kind), "x", "y"
+    )
+    compiled = jax.jit(step).lower(*args).compile()
+    found = [shape for _, shape in collectives(compiled.as_text())]
+    assert all(elements(shape) <= 8 * 8 * 64 for shape in found), found
+    assert in_pages or not found
+    got = compiled(*args)
+    one_device = jax.tree.map(lambda x: jax.device_put(np.asarray(x), devices[0]), args)
+    out, cache = jax.jit(step)(*one_device)
+    assert_same_tensor(got[1], cache)
+    np.testing.assert_allclose(got[0].astype(jnp.float32), out.astype(jnp.float32), rtol=2**-7, atol=2**-9)
+    assert got[0].sharding.is_equivalent_to(args[1].sharding, 3)
+    assert all(
+        part.sharding.is_equivalent_to(old.sharding, 4) for part, old in zip(got[1][:2], args[0][:2], strict=True)
+    )
+
+
+@pytest.mark.parametrize("bits_of", [4, 16])
+@pytest.mark.parametrize("name", ["keys", "values"])
+def test_a_pool_split_by_pages_is_refused(devices, name, bits_of):
+    """On an Explicit mesh; an Auto mesh tells nobody while a program is traced, and gathers it."""
+    problem = paged(make([100, 128], heads=8), spare=4)
+    problem = problem if bits_of == 4 else problem._replace(cache=dense_cache(problem, np.float16))
+    mesh = make_mesh(devices, "xy", "explicit")
+    cache, q, k, positions = placed(problem, mesh, None, None)
+    put = partial(jax.device_put, device=NamedSharding(mesh, P("x")))
+    cache = cache._replace(**{name: jax.tree.map(put, getattr(cache, name))})
+    for f in (lambda: append_kv(cache, k, k, positions), lambda: decode_attention(q, cache, positions)):
+        with pytest.raises(ValueError, match=r"axis 0 of shape .* is sharded over 'x' \(2 ways\).*; reshard it first"):
+            f()
 
 
 def test_a_sharded_donated_cache_stays_where_it_is(devices):
@@ -569,15 +709,8 @@ def test_inside_shard_map(devices):
 def test_a_cache_of_16_bits_does_the_same(cpu, dtype, in_pages):
     """A model is written once: the same calls, and results as near as the type of the cache allows."""
     problem = make([128, 70, 1], spread=1, dtype="fp16")
-    steps = {"contiguous": problem, "pages": paged(problem)}["pages" if in_pages else "contiguous"]
-    finite = jax.tree.map(lambda x: np.nan_to_num(x) if x.dtype == np.float32 else x, problem.cache)
-    dense = KVCache(*(jnp.asarray(np.nan_to_num(values_of(t)), dtype) for t in finite[:2]))
-    if in_pages:
-        order = np.random.default_rng(5).permutation(6 + 3)[:6]
-        pool = jnp.zeros((9, 2, 64, 64), dtype)
-        cut = [jnp.moveaxis(x.reshape(3, 2, 2, 64, 64), 2, 1).reshape(6, 2, 64, 64) for x in dense[:2]]
-        dense = KVCache(*(pool.at[order].set(x) for x in cut), jnp.asarray(order.reshape(3, 2), jnp.int32))
-    q, lengths = jnp.asarray(steps.q, dtype), jnp.array([128, 70, 0], jnp.int32)
+    dense = jax.tree.map(jnp.asarray, dense_cache(paged(problem) if in_pages else problem, dtype))
+    q, lengths = jnp.asarray(problem.q, dtype), jnp.array([128, 70, 0], jnp.int32)
     got = decode_attention(q, dense, lengths)
     exact, _ = exact_and_bound(problem._replace(q=np.asarray(q), lengths=np.asarray(lengths)))
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, atol=0.05 * np.abs(exact).max())

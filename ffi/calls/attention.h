@@ -38,14 +38,15 @@ inline KvCacheShape cache_shape(Checks& check, const CacheBuffers& keys, const C
     s.tokens = pages.dimensions()[1] * kPageTokens, s.num_pages = dims[0];
     s.pages = static_cast<const int32_t*>(pages.untyped_data());
     check.dims("pages", pages, {{}, {batch, pages.dimensions()[1]}});
-    check.that(dims[2] == kPageTokens, [&] {
-      return keys.name("data") + " must have pages of 64 tokens, [pages, kv heads, 64, D/2], got " + text_of(keys.data);
+    check.that(dims[2] == kPageTokens && s.num_pages > 0, [&] {
+      return keys.name("data") + " must have one or more pages of 64 tokens, [pages, kv heads, 64, D/2], got " +
+             text_of(keys.data);
     });
   } else {
     s.tokens = dims[2];
-    check.that(dims[0] == batch && s.tokens % kPageTokens == 0, [&] {
+    check.that(dims[0] == batch && s.tokens % kPageTokens == 0 && s.tokens > 0, [&] {
       return keys.name("data") + " must have room for " + std::to_string(batch) +
-             " sequences of a multiple of 64 tokens, [B, kv heads, tokens, D/2], got " + text_of(keys.data);
+             " sequences of a multiple of 64 tokens, not 0, [B, kv heads, tokens, D/2], got " + text_of(keys.data);
     });
   }
   for (const CacheBuffers* b : {&keys, &values}) {

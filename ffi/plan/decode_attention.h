@@ -30,9 +30,10 @@ JNVFP4_HD int num_segments(int length) {
   const int tokens = segment_tokens(length);
   return (length + tokens - 1) / tokens;
 }
-// The exponent of the largest V amax of a chunk, by its bits, bounded so that what divides by it is a normal number.
+// The exponent of the largest V amax of a chunk, by its bits, bounded so that what divides by it is a normal number, on
+// Hopper 2^14 times that.
 JNVFP4_HD int bounded_exponent(uint32_t amax) {
-  const int e = static_cast<int>(amax >> 23) - 127, least = e < -100 ? -100 : e;
+  const int e = static_cast<int>(amax >> 23) - 127, least = e < -113 ? -113 : e;
   return least > 127 ? 127 : least;
 }
 // What turns the products of codes, scales and amaxes into powers of two.

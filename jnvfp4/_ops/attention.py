@@ -1,17 +1,21 @@
 """A KV cache in NVFP4 or 16-bit floats: attention of one new token of each sequence, and appending it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import reference
 from .._core.tensor import NVFP4Tensor, parts_of
 from .._primitives._base import bind
-from .._primitives._cache import Cache, check_of_sequences, check_places
+from .._primitives._cache import HEAD_SIZES, Cache, check_of_sequences, check_places
 from .._primitives._products import DENSE_DTYPES
 from .._primitives.append_kv import AppendParams, append_kv_p, check_rows
 from .._primitives.decode_attention import AttentionParams, check_query, decode_attention_p
@@ -44,18 +48,20 @@ class KVCache(NamedTuple):
         """Makes an empty cache.
 
         Args:
-          shape: [B, Hkv, capacity, D], or [P, Hkv, 64, D] with a page table.
+          shape: [B, Hkv, capacity, D], or [P, Hkv, 64, D] with a page table; axes before these are for vmap or scan.
           dtype: float4_e2m1fn for NVFP4, or bfloat16 or float16.
           pages: the page table, int32 [B, max_pages].
 
         Raises:
-          TypeError: another dtype.
+          ValueError, TypeError: sizes or dtypes that no operation takes; the message names them.
         """
         check = Checks("KVCache.zeros")
         if jnp.dtype(dtype) not in (jnp.dtype(jnp.float4_e2m1fn), *map(jnp.dtype, DENSE_DTYPES)):
             raise TypeError(f"{check.op}: dtype must be float4_e2m1fn, bfloat16 or float16, got {dtype}")
         table = None if pages is None else check.array("pages", pages)
-        return cls(_zeros(tuple(shape), jnp.dtype(dtype)), _zeros(tuple(shape), jnp.dtype(dtype)), table)
+        shape, dtype = tuple(shape), jnp.dtype(dtype)
+        _check_sizes(check, shape, dtype, table)
+        return cls(_zeros(shape, dtype), _zeros(shape, dtype), table)
 
 
 jax.export.register_namedtuple_serialization(KVCache, serialized_name="jnvfp4.KVCache")
@@ -74,6 +80,22 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> KeysOrValues:
 
 
 # ---------------------------------------------------------------- checks
+def _check_sizes(check: Checks, shape: tuple[int, ...], dtype: np.dtype, table: jax.Array | None) -> None:
+    """Refuses a cache that no operation takes, by its last four axes."""
+    quantized = dtype == jnp.float4_e2m1fn
+    if len(shape) < 4 or not shape[-3] or not (shape[-1] in HEAD_SIZES if quantized else shape[-1]):
+        depth = "D=64 or 128" if quantized else "D above 0"
+        raise ValueError(
+            f"{check.op}: shape must be [B, Hkv, capacity, D], or [P, Hkv, 64, D] with pages, with Hkv above 0 and "
+            f"{depth}, got {shape}"
+        )
+    if table is not None and table.ndim < 2:
+        raise ValueError(f"{check.op}: pages must have shape [B, max_pages], got {table.shape}")
+    part = ShapedArray(shape[-4:], dtype)
+    pages = None if table is None else ShapedArray(table.shape[-2:], table.dtype)
+    check_places(check.op, Cache((part,), (part,), pages), part.shape, (part if pages is None else pages).shape[:1])
+
+
 def _checked(check: Checks, cache: object) -> KVCache:
     """Returns the cache with arrays; refuses another type, and keys of another kind than values."""
     if not isinstance(cache, KVCache):
@@ -116,7 +138,8 @@ def _dense(check: Checks, cache: KVCache, like: jax.Array) -> tuple[jax.Array, j
             f"{check.op}: cache.keys and cache.values must be NVFP4Tensors, or bfloat16 or float16 arrays of the same "
             f"shape and dtype, got {keys.dtype} {keys.shape} and {values.dtype} {values.shape}"
         )
-    check_places(check.op, Cache((keys,), (values,), cache.pages), keys.shape, like.shape[:1])
+    places = Cache((jax.typeof(keys),), (jax.typeof(values),), cache.pages)
+    check_places(check.op, places, keys.shape, like.shape[:1])
     if like.dtype != keys.dtype or like.shape[-1] != keys.shape[-1]:
         raise TypeError(
             f"{check.op}: beside a cache of {keys.dtype} with D={keys.shape[-1]} the dtype and D of the new token must "
@@ -233,7 +256,13 @@ def _attend_dense(check: Checks, q: jax.Array, cache: KVCache, lengths: jax.Arra
     keys, values = _dense(check, cache, q)
     check_query(check.op, q, keys.shape[1])
     check_of_sequences(check.op, "lengths", jax.typeof(lengths), q.shape[:1])
-    keys, values = (_by_token(part, cache.pages) for part in (keys, values))
+    return _sharded_like(q, partial(_mixed, sm_scale=sm_scale), q, keys, values, cache.pages, lengths)
+
+
+def _mixed(
+    q: jax.Array, keys: jax.Array, values: jax.Array, pages: jax.Array | None, lengths: jax.Array, sm_scale: float
+) -> jax.Array:
+    keys, values = (_by_token(part, pages) for part in (keys, values))
     seen = jnp.clip(lengths, 0, keys.shape[1])
     out = jax.nn.dot_product_attention(q[:, None], keys, values, scale=sm_scale, key_value_seq_lengths=seen)[:, 0]
     return jnp.where(seen[:, None, None] > 0, out, jnp.zeros((), q.dtype))
@@ -251,5 +280,16 @@ def _append_dense(check: Checks, cache: KVCache, k: jax.Array, v: jax.Array, pos
     keys, values = _dense(check, cache, k)
     check_rows(check.op, k, v, keys.shape[1])
     check_of_sequences(check.op, "positions", jax.typeof(positions), k.shape[:1])
-    keys, values = (reference.put_rows(part, row, cache.pages, positions) for part, row in ((keys, k), (values, v)))
+    keys, values = (
+        _sharded_like(part, reference.put_rows, part, row, cache.pages, positions)
+        for part, row in ((keys, k), (values, v))
+    )
     return KVCache(keys, values, cache.pages)
+
+
+def _sharded_like(like: jax.Array, f: Callable, *operands: jax.Array | None) -> jax.Array:
+    """Calls ``f``, whose indexing JAX does not shard on an Explicit mesh, as on an Auto one."""
+    sharding = jax.typeof(like).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return f(*operands)
+    return jax.sharding.auto_axes(f, out_sharding=sharding)(*operands)

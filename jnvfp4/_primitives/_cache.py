@@ -79,8 +79,9 @@ def check_cache(op: str, cache: Cache, lead: Shape, heads: int, depth: int) -> N
             f"{op}: a head must have D={' or '.join(map(str, HEAD_SIZES))} elements, in the cache too, got D={depth} "
             f"and cache.keys of shape {_values(keys)}"
         )
-    for axis in (keys.ndim - 1, keys.ndim - 2, *([] if cache.pages is None else [keys.ndim - 4])):
-        check_explicit(op, keys, axis, keys.shape[axis])
+    for part in (keys, values):
+        for axis in (part.ndim - 1, part.ndim - 2):
+            check_explicit(op, part, axis, part.shape[axis])
 
 
 def check_places(op: str, cache: Cache, shape: Shape, lead: Shape) -> None:
@@ -98,8 +99,13 @@ def check_places(op: str, cache: Cache, shape: Shape, lead: Shape) -> None:
                 f"{max(1, -(-tokens // CHUNK)) * CHUNK}: what lies behind the end of a sequence is not read"
             )
         return
-    if tokens != CHUNK:
-        raise ValueError(f"{op}: the pages of cache.keys must have {CHUNK} tokens, got shape {shape[outer:]}")
+    if tokens != CHUNK or not shape[outer]:
+        raise ValueError(
+            f"{op}: the pages of cache.keys must have {CHUNK} tokens, and there must be one or more, got shape "
+            f"{shape[outer:]}"
+        )
+    for part, *_ in (cache.keys, cache.values):
+        check_explicit(op, part, outer, shape[outer])
     pages = cache.pages
     if pages.dtype != jnp.int32:
         raise TypeError(f"{op}: cache.pages must be int32, got {pages.dtype}")

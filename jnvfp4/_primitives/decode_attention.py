@@ -96,9 +96,9 @@ def _batch(p: AttentionParams, bind: Callable, args, dims):
         unpack(args, p.paged),
         unpack(dims, p.paged),
     )
-    if {*of_cache.keys, *of_cache.values, of_cache.pages, of_lengths} == {None}:
+    if size and {*of_cache.keys, *of_cache.values, of_cache.pages, of_lengths} == {None}:
         return [_as_heads(p, bind, size, args, jnp.moveaxis(q, of_q, 0))], [0]
-    if p.paged and {*of_cache.keys, *of_cache.values} == {None}:
+    if size and p.paged and {*of_cache.keys, *of_cache.values} == {None}:
         q, lengths, pages = (
             batched(size, *of) for of in ((q, of_q), (lengths, of_lengths), (cache.pages, of_cache.pages))
         )

@@ -474,11 +474,64 @@ __device__ __forceinline__ void merge_shared(const Told* told, uint32_t part, in
   }
 }
 
+// Merges a chunk of an item that a warp has alone into `state`, and its sums `acc` into those at `sums`, where they are
+// between chunks; the last chunk stores the sums of the segment.
+template <int D>
+__device__ __forceinline__ void add_whole(const Args& a, const Item& item, int64_t at, int lane, uint32_t sums,
+                                          int chunk, const State& next, const float (&acc)[D / 16][4], State& state) {
+  const bool first = chunk == 0, last = chunk + 1 == item.chunks();
+  float keep[2], add[2];
+  if (first)
+    state = next;
+  else
+    merge(state, next, keep, add);
+  float4 sum[D / 16];
+#pragma unroll
+  for (int j = 0; j < D / 16; ++j) {
+    sum[j] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
+    if (!first) sum[j] = merged(load_shared4(sums + j * 512), sum[j], keep, add);
+    if (!last) store_shared128(sums + j * 512, sum[j]);
+  }
+  if (last)
+#pragma unroll
+    for (int j = 0; j < D / 32; ++j)
+      store_sums<D>(a, at, item.octet, lane / 4, lane % 4, j, sum[2 * j], sum[2 * j + 1]);
+}
+
+// Does the same for up to four chunks from `first` on, of as many warps, one of which is this warp's if `there`: they
+// tell each other m, l and sums, and each merges two tiles of the sums. Between chunks a warp's part of the sums so far
+// is where its own sums of that part were, which only it reads.
+template <int D, class L>
+__device__ __forceinline__ void add_shared(const Args& a, const Item& item, int64_t at, int lane, int warp,
+                                           uint32_t sums, Told* told, int first, bool there, float exponent,
+                                           const State& next, const float (&acc)[D / 16][4], State& state) {
+  const int g = lane / 4, t = lane % 4, rank = warp % kSharers, chunks = item.chunks();
+  float4 unit[2];
+  const bool mine = rank < D / 32;
+  const uint32_t part = sums + rank * 1024;
+  if (mine && first != 0) unit[0] = load_shared4(part), unit[1] = load_shared4(part + 512);
+  if (there) {
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j)
+      store_shared128(sums + j * 512, make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]));
+    if (g == 0) told[warp].heads[t] = make_float4(next.m[0], next.l[0], next.m[1], next.l[1]);
+    if (lane == 0) told[warp].exponent = exponent;
+  }
+  named_meet(1 + warp / kSharers, kSharers * 32);
+  merge_shared<L>(told + warp - rank, part - rank * L::kSums, min(kSharers, chunks - first), first == 0, mine, t, state,
+                  unit);
+  named_meet(1 + warp / kSharers, kSharers * 32);
+  if (!mine) return;
+  if (first + kSharers < chunks)
+    store_shared128(part, unit[0]), store_shared128(part + 512, unit[1]);
+  else
+    store_sums<D>(a, at, item.octet, g, t, rank, unit[0], unit[1]);
+}
+
 // ---------------------------------------------------------------- the kernel
 template <int D, bool kPaged, int kWarps, int kSlots>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Args a) {
   using L = Layout<D, kWarps, kSlots>;
-  constexpr int kTiles = D / 16, kUnits = D / 32;  // a unit is two tiles of sums
   static_assert(kSlots / 2 + 1 <= kAhead, "the queue holds what the slots are ahead");
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Work work;
@@ -496,7 +549,6 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
   __syncthreads();
   launch_dependents();  // not earlier: combine_kernel reads lengths before it waits
   const Items<kWarps> items(a, work);
-  const int first_sharer = warp - warp % kSharers;
   Copies<kPaged, L> copies{a, work, items, queue[warp], slots, bars, lane, warp};
   copies.start();
 
@@ -530,7 +582,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
 #pragma unroll 1
     for (int first = 0; first < chunks; first += turns.step) {
       const int chunk = first + turns.rank, left = item.tokens - chunk * kChunkTokens;
-      float acc[kTiles][4] = {}, e = 0.0f;
+      float acc[D / 16][4] = {}, e = 0.0f;
       State next;
       if (left > 0) {
         float x[4][4];
@@ -546,46 +598,10 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
         values<D, L>(slots + slot * L::kSlot, g, t, b, acc);
         release(std::true_type{});
       }
-      if (!sharing) {
-        float keep[2], add[2];
-        if (first == 0)
-          state = next;
-        else
-          merge(state, next, keep, add);
-        float4 sum[kTiles];
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j) {
-          sum[j] = make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]);
-          if (first != 0) sum[j] = merged(load_shared4(sums + j * 512), sum[j], keep, add);
-          if (first + 1 != chunks) store_shared128(sums + j * 512, sum[j]);
-        }
-        if (first + 1 == chunks)
-#pragma unroll
-          for (int j = 0; j < kUnits; ++j) store_sums<D>(a, at, item.octet, g, t, j, sum[2 * j], sum[2 * j + 1]);
-        continue;
-      }
-      // Between chunks this warp's part of the sums so far is where its own sums of that part were, which only it
-      // reads.
-      float4 unit[2];
-      const bool mine = turns.rank < kUnits;
-      const uint32_t part = sums + turns.rank * 1024;
-      if (mine && first != 0) unit[0] = load_shared4(part), unit[1] = load_shared4(part + 512);
-      if (left > 0) {
-#pragma unroll
-        for (int j = 0; j < kTiles; ++j)
-          store_shared128(sums + j * 512, make_float4(acc[j][0], acc[j][1], acc[j][2], acc[j][3]));
-        if (g == 0) told[warp].heads[t] = make_float4(next.m[0], next.l[0], next.m[1], next.l[1]);
-        if (lane == 0) told[warp].exponent = e;
-      }
-      named_meet(1 + warp / kSharers, kSharers * 32);
-      merge_shared<L>(told + first_sharer, part - turns.rank * L::kSums, min(kSharers, chunks - first), first == 0,
-                      mine, t, state, unit);
-      named_meet(1 + warp / kSharers, kSharers * 32);
-      if (!mine) continue;
-      if (first + kSharers < chunks)
-        store_shared128(part, unit[0]), store_shared128(part + 512, unit[1]);
+      if (!sharing)
+        add_whole<D>(a, item, at, lane, sums, first, next, acc, state);
       else
-        store_sums<D>(a, at, item.octet, g, t, turns.rank, unit[0], unit[1]);
+        add_shared<D, L>(a, item, at, lane, warp, sums, told, first, left > 0, e, next, acc, state);
     }
     if (g == 0 && turns.rank == 0) store_heads(a, at, item.octet, t, state.m, state.l, state.v);
   }
