@@ -113,6 +113,28 @@ def steady() -> Iterable[Cells]:
     yield ["8192", *[""] * 4, *(cell("h200_products", "8192x8192x8192", *op) for op in ops)]
 
 
+def sharded_layers() -> Iterable[Cells]:
+    """Microseconds; of layers, the share in which collectives alone run, and the speed of bfloat16, also steady."""
+    rows = {(row["case"], row["op"]): row for row in load("h200x4_sharding")["rows"]}
+
+    def of(op: str, count: int) -> dict[str, Any]:
+        (found,) = (row for (case, name), row in rows.items() if name == op and case.endswith(f" on {count}"))
+        return found
+
+    def layer(op: str, count: int) -> str:
+        row = of(op, count)
+        waits = max(0.0, row["collectives_us"] - row["hidden_us"]) / row["median_us"]
+        speeds = f"; {row['speed of bf16']:.2f}, {row['steady speed of bf16']:.2f}" if "pretrain" in op else ""
+        return f"{row['median_us']:.0f} ({waits:.0%}{speeds})"
+
+    for count in (1, 2, 4):
+        gathers = (
+            [f"{of(f'gather {op}', count)['median_us']:.0f}" for op in ("bf16", "packed")] if count > 1 else ["", ""]
+        )
+        layers = [layer(f"{kind} {op}", count) for kind in ("fsdp", "tensor parallel") for op in ("bf16", "pretrain")]
+        yield [str(count), *gathers, *layers]
+
+
 # ---------------------------------------------------------------- results of examples
 def rates(groups: dict[str, Any], names: Cells) -> Iterable[list[str]]:
     """Tokens per second, and the speedup over bfloat16."""
@@ -255,6 +277,11 @@ TABLES = {
         "sequences | bfloat16 | W4A16 | W4A4", lambda: rates(load("h200_serve")["prompts"]["32"], ("W4A16", "W4A4"))
     ),
     "caches": Table("sequences | tokens | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", caches),
+    "sharded": Table(
+        "GPUs | all-gather: bfloat16 | packed | FSDP: bfloat16 | NVFP4 | tensor parallel: bfloat16 | NVFP4",
+        sharded_layers,
+        "docs/sharding.md",
+    ),
     "step": Table(" | bf16 | pretrain | pretrain_unbiased | pretrain_4over6 | rl", training_steps, "docs/training.md"),
 }
 

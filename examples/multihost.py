@@ -44,6 +44,7 @@ def work(process: int, processes: int, coordinator: str, gpus: bool, recipe: str
     run = sharded.train(RECIPES[recipe](), config, mesh, stdlib_text()[0])
     print(f"process {process} of {processes}, {len(jax.local_devices())} of {len(jax.devices())} devices", flush=True)
     print(sharded.report("NVFP4", run), flush=True)
+    jax.distributed.shutdown()  # waits for the others, which need the first process until they end
 
 
 def start(processes: int, arguments: list[str]) -> int:
