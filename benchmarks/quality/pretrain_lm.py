@@ -16,8 +16,8 @@ operations. What is printed is the difference within pairs, averaged over seeds,
 
 Each run is kept in a folder of ``--out``, with checkpoints of where it ended, where ``--minutes`` stopped it, and where
 another run branches off; a process that is killed loses the run in progress. ``--out`` also receives the losses as
-``metrics.json`` and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/results.md). On a CPU the preset
-is a toy, which shows that everything works and measures nothing.
+``metrics.json`` and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/results.md), with ``--preset
+gpu-12m`` four. On a CPU the preset is a toy, which shows that everything works and measures nothing.
 """
 
 import argparse
@@ -80,7 +80,8 @@ PRESETS = {
         last_lr=0.0,
     ),
 }
-BYTES = {"cpu": 2_000_000, "gpu": None}  # of text
+PRESETS["gpu-12m"] = replace(PRESETS["gpu"], layers=7, width=384, heads=6, kv_heads=6, mlp_width=1056, steps=9640)
+BYTES = {"cpu": 2_000_000, "gpu": None, "gpu-12m": None}  # of text
 
 
 # What is written
@@ -241,7 +242,7 @@ def train(args: argparse.Namespace) -> None:
     deadline = None if args.minutes is None else begin + 60 * args.minutes
     config = PRESETS[args.preset]
     config = replace(config, steps=args.steps or config.steps)
-    folders = args.text or (corpus.installed() if args.preset == "gpu" else [corpus.standard_library()])
+    folders = args.text or ([corpus.standard_library()] if args.preset == "cpu" else corpus.installed())
     text = corpus.load(args.tokens, folders, config.vocabulary, BYTES[args.preset])
     shared = about(config, text, args.commit)
     refuse_others(args.out, shared)
