@@ -8,6 +8,7 @@ from . import calibration as calibration
 from . import recipes as recipes
 from . import remat as remat
 from . import sharding as sharding
+from . import stats as stats
 from ._core.state import from_state as from_state
 from ._core.state import to_state as to_state
 from ._core.tensor import NVFP4Tensor as NVFP4Tensor
@@ -26,8 +27,6 @@ from ._ops.quantize import fake_quant as fake_quant
 from ._ops.quantize import quantize as quantize
 from ._ops.quantize import quantize_pair as quantize_pair
 from ._ops.quantize import transpose as transpose
-from ._reports.quantization import QuantizationReport as QuantizationReport
-from ._reports.quantization import quantization_report as quantization_report
 from ._reports.support import Support as Support
 from ._reports.support import export_checks as export_checks
 from ._reports.support import supports as supports

@@ -20,6 +20,7 @@ from .gather import as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, multiply
 from .linear import Dense
+from .stats import probe_of
 from .weights import LayerChecks, QuantizedWeight, WeightAxes, Weights
 
 
@@ -36,6 +37,7 @@ def dot_general(
     key: jax.Array | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
     w_amax: ArrayLike | None = None,
+    stats: jax.Array | None = None,
     **unsupported: object,
 ) -> jax.Array:
     """Computes ``jax.lax.dot_general`` through ``linear``: for model code that takes a ``dot_general`` argument.
@@ -56,6 +58,7 @@ def dot_general(
       w_gather: as in ``linear``, by the axes of rhs. Only the first of several axes that are flattened into one may be
         sharded. A batch axis has the same sharding in both.
       w_amax: as in ``linear``, with the batch axes of rhs: one for each example.
+      stats: as in ``linear``, where each example of the batch axes counts as a call.
       **unsupported: newer arguments of ``lax.dot_general``; each must be None.
 
     Returns:
@@ -67,7 +70,7 @@ def dot_general(
     check = LayerChecks("dot_general", recipe)
     check_options(check.op, precision, out_sharding, unsupported)
     w_gather = as_pair(check.op, w_gather)
-    options = DotOptions(key, preferred_element_type, out_sharding, w_gather, w_amax)
+    options = DotOptions(key, preferred_element_type, out_sharding, w_gather, w_amax, stats=stats)
     return contract(check, lhs, rhs, dimension_numbers, options)
 
 
@@ -80,6 +83,7 @@ class DotOptions(NamedTuple):
     w_gather: tuple[Placement, Placement] | None = None  # by the axes of the weights
     w_amax: ArrayLike | None = None
     pad: bool | None = None  # as in DotGeneral; None adds no zeros, also where the recipe needs them
+    stats: jax.Array | None = None
 
 
 def check_options(op: str, precision: object, out_sharding: object, unsupported: Mapping[str, object]) -> None:
@@ -135,10 +139,13 @@ def contract(
     if lb:  # each matrix of x [B, M, K] and its own of w have a key of their own
         key = call.needed_key(options.key)
         keys = None if key is None else jax.random.split(key, x.shape[0])
-        one = lambda x, w, key, amax: multiply(call, x, w, key, w_gather, w_amax=amax)  # noqa: E731
+
+        def one(x: jax.Array, w: jax.Array, key: jax.Array | None, amax: jax.Array | None) -> jax.Array:
+            return multiply(call, x, w, key, w_gather, w_amax=amax, stats=options.stats)
+
         out = jax.vmap(one)(x, w, keys, w_amax)
     else:
-        out = multiply(call, x[0], w[0], options.key, w_gather, w_amax=w_amax)
+        out = multiply(call, x[0], w[0], options.key, w_gather, w_amax=w_amax, stats=options.stats)
     if out.shape[-1] != n:
         out = lax.slice_in_dim(out, 0, n, axis=-1)
     of_x = [(a.shape[i],) for i in left.free]
@@ -223,6 +230,11 @@ class LayerProduct:
         """Returns a key that is passed, or that of the layer."""
         return key_of_product(check.op, type(self).__name__, self.path, check.recipe) if key is None else key
 
+    @property
+    def probe(self) -> jax.Array | None:
+        """Returns the probe of the layer, where its statistics are collected."""
+        return probe_of(self.path)
+
 
 class DotGeneral(LayerProduct):
     """Stands in for ``jax.lax.dot_general`` where model code takes one, and multiplies by a recipe.
@@ -258,7 +270,7 @@ class DotGeneral(LayerProduct):
         """
         check = self.checks(precision, out_sharding, unsupported)
         key = self.key_or_own(check, key)
-        options = DotOptions(key, preferred_element_type, out_sharding, self.w_gather, w_amax, self.pad)
+        options = DotOptions(key, preferred_element_type, out_sharding, self.w_gather, w_amax, self.pad, self.probe)
         return contract(check, lhs, rhs, dimension_numbers, options)
 
 

@@ -39,6 +39,7 @@ def einsum(
     out_sharding: NamedSharding | PartitionSpec | None = None,
     w_gather: tuple[Placement, Placement] | None = None,
     w_amax: ArrayLike | None = None,
+    stats: jax.Array | None = None,
 ) -> jax.Array:
     """Computes ``jnp.einsum`` of activations and weights through ``linear``.
 
@@ -58,6 +59,7 @@ def einsum(
       out_sharding: as in ``dot_general``, of the result in the order of ``subscripts``.
       w_gather: as in ``dot_general``, by the axes of w.
       w_amax: as in ``dot_general``.
+      stats: as in ``dot_general``.
 
     Returns:
       The array of ``jnp.einsum``. Where K or N is no multiple of what the recipe needs, zeros are added inside.
@@ -68,7 +70,7 @@ def einsum(
     check = LayerChecks("einsum", recipe)
     check_options(check.op, precision, out_sharding, {})
     w_gather = as_pair(check.op, w_gather)
-    options = DotOptions(key, preferred_element_type, out_sharding, w_gather, w_amax, pad=False)
+    options = DotOptions(key, preferred_element_type, out_sharding, w_gather, w_amax, pad=False, stats=stats)
     return contract_einsum(check, subscripts, x, w, options)
 
 
@@ -99,7 +101,7 @@ class Einsum(LayerProduct):
         """Computes ``jnvfp4.einsum``, with the key of the layer if none is passed."""
         check = self.checks(precision, out_sharding, unsupported)
         key = self.key_or_own(check, key)
-        options = DotOptions(key, preferred_element_type, out_sharding, self.w_gather, None, self.pad)
+        options = DotOptions(key, preferred_element_type, out_sharding, self.w_gather, None, self.pad, self.probe)
         return contract_einsum(check, subscripts, x, w, options)
 
 

@@ -39,6 +39,7 @@ def grouped_linear(
     implementation: str | None = None,
     w_axes: WeightAxes = "nk",
     w_gather: tuple[Placement, Placement] | None = None,
+    stats: jax.Array | None = None,
 ) -> jax.Array:
     """Computes x w^T with weights of its own for each group of rows, from quantized operands, with gradients.
 
@@ -61,6 +62,7 @@ def grouped_linear(
       w_axes: "nk" or "kn", as in ``linear``.
       w_gather: as in ``linear``, by the three axes of w. Experts that each device keeps for itself (expert parallelism)
         are split in both shardings.
+      stats: as in ``linear``, of all experts together.
 
     Returns:
       [M, N] of ``out_dtype``. Rows that no group holds are zero, and so are they in the gradient of x. The gradients
@@ -79,7 +81,7 @@ def grouped_linear(
             f"{implementation!r}; no kernel of grouped_matmul_nt computes a product in high precision"
         )
     call = replace(call, recipe=_without_wgrad(recipe))
-    return multiply(call, x, w, key, as_pair(call.op, w_gather), group_sizes=group_sizes)
+    return multiply(call, x, w, key, as_pair(call.op, w_gather), group_sizes=group_sizes, stats=stats)
 
 
 def _without_wgrad(recipe: Recipe) -> Recipe:
@@ -230,8 +232,8 @@ class RaggedDot(LayerProduct):
         dtype = check.float_dtype("preferred_element_type", dtype)
         call = Call(check.op, recipe, check.weights, Grouped, dtype)
         if isinstance(w, NVFP4Tensor) or w.ndim != 3 or x.ndim != 2:  # which raises for other ranks
-            return multiply(call, x, w, key, self.w_gather, group_sizes=group_sizes)
+            return multiply(call, x, w, key, self.w_gather, group_sizes=group_sizes, stats=self.probe)
         n, _ = call.weights.ordered(*w.shape[1:])
         x, w = padded(x, w, w_axes, *recipe.units_of(self.pad))
-        y = multiply(call, x, w, key, self.w_gather, group_sizes=group_sizes)
+        y = multiply(call, x, w, key, self.w_gather, group_sizes=group_sizes, stats=self.probe)
         return y[:, :n] if y.shape[1] != n else y

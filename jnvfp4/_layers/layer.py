@@ -18,13 +18,15 @@ from .._ops.quantize import dequantize
 from .._primitives._groups import check_sizes
 from ..recipes import Recipe
 from .keys import PASS_KEY, needs_key
+from . import stats as statistics
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, T, X, named, pack, unpack
+from .stats import Made
 from .weights import LayerChecks, WeightAxes, Weights
 
 Form = Literal["forward", "transposed", "original"] | None
 Given = jax.Array | None  # an argument that a call may lack
 Known = Given | Pair  # of w: its amax, or its quantized forms for fprop and dgrad
-Residuals = tuple[Any, Any, Given, Given]  # x and w as the backward pass reads them, key, group_sizes
+Residuals = tuple[Any, Any, Given, Given, Given]  # x and w as the backward pass reads them, key, group_sizes, statistics
 
 
 class Products(ABC):
@@ -176,6 +178,7 @@ def multiply(
     w_amax: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     group_sizes: ArrayLike | None = None,
+    stats: ArrayLike | None = None,
 ) -> jax.Array:
     """Checks the arguments of a layer and computes it."""
     products, known = call.products, call.weight_amax(w, w_amax)
@@ -185,6 +188,7 @@ def multiply(
     x = call.float_array("x", x)
     bias = None if bias is None else call.float_array("bias", bias)
     sizes = None if group_sizes is None else call.group_sizes(group_sizes, math.prod(x.shape[:1]))
+    probe = statistics.check_probe(call, "stats", stats)
     call.dtype_of_x(x)
     n, k = products.n_and_k(call, x, w)
     if bias is not None and bias.shape != (n,):
@@ -195,22 +199,24 @@ def multiply(
     weights, w = call.placed(w, w_gather)
     one = recipe.one_weight and (w_gather is not None or (products.transposes_w and forms is None))
     call = replace(call, weights=weights._replace(one=one), out_dtype=call.out_dtype or x.dtype)
-    leaves, structure = jax.tree.flatten((products.tokens(call, x, w), w, bias, sizes, forms))
+    leaves, structure = jax.tree.flatten((products.tokens(call, x, w), w, bias, sizes, probe, forms))
     # Outside the custom derivative, so that its transpose sums gradients over data-parallel devices.
-    *operands, sizes, forms = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, known)))
+    *operands, sizes, probe, forms = jax.tree.unflatten(structure, match_varying(*leaves, like=(key, known)))
     sizes = resharded(sizes, [None])  # where a group begins depends on all sizes before it
-    y = layer(*operands, key, known if forms is None else forms, sizes, call.with_types(*operands))
+    y = layer(*operands, key, known if forms is None else forms, sizes, probe, call.with_types(*operands))
     return y.reshape(*x.shape[:-1], n)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def layer(x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, call: Call) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(7,))
+def layer(
+    x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, stats: Given, call: Call
+) -> jax.Array:
     """Computes y [*rows, N] of x [*rows, K]; ``call`` says of which w."""
-    return _forward(x, w, bias, key, known, group_sizes, replace(call, differentiated=False))[0]
+    return _forward(x, w, bias, key, known, group_sizes, None, replace(call, differentiated=False))[0]
 
 
 def _forward(
-    x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, call: Call
+    x: jax.Array, w: Operand, bias: Given, key: Given, known: Known, group_sizes: Given, stats: Given, call: Call
 ) -> tuple[jax.Array, Residuals]:
     recipe, weights, (kept_x, kept_w) = call.recipe, call.weights, call.kept
     if call.differentiated and recipe.stochastic and key is None:
@@ -220,14 +226,15 @@ def _forward(
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
     x_row, x_t = quantizer.pair(x, (of_x, of_x_t), quantizer.key_of(X, of_x, of_x_t), unit=recipe.unit_of_wgrad)
+    of_x_made = Made(x, (x_row, x_t))
     qx, saved_x = _named(x if x_row is None else x_row, kept_x, x_t, x)
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         y = products.fprop(qx, weights.for_fprop(unpack(w)), bias)
-        return y, (None, w, key, group_sizes)
+        return y, (None, w, key, group_sizes, statistics.forward(stats, of_x_made, None))
     if isinstance(known, tuple):  # arguments, as above
-        qw, w_t = map(unpack, known)
-        saved_w = _saved(kept_w, qw, w_t, w)
+        w_row, w_t = map(unpack, known)
+        qw, saved_w = w_row, _saved(kept_w, w_row, w_t, w)
     else:
         of_w_t = recipe.dgrad_specs.w if recipe.dgrad_specs and kept_w == "transposed" else None
         pair = products.quantized_weights(quantizer, w, weights.ordered(of_w, of_w_t), known)
@@ -239,7 +246,8 @@ def _forward(
     else:
         qw = weights.for_fprop(qw)
         y = products.fprop(qx, qw, bias)
-    return y, (pack(saved_x), pack(qw if kept_w == "forward" else saved_w), key, group_sizes)
+    found = statistics.forward(stats, of_x_made, Made(weights.as_nk(w), (w_row, w_t), matrices=True))
+    return y, (pack(saved_x), pack(qw if kept_w == "forward" else saved_w), key, group_sizes, found)
 
 
 def _saved(form: Form, forward: Operand | None, transposed: NVFP4Tensor | None, original: jax.Array) -> Any:
@@ -255,7 +263,7 @@ def _named(forward: Operand | None, form: Form, transposed: NVFP4Tensor | None, 
 
 
 def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, ...]:
-    x, w, key, group_sizes = residuals
+    x, w, key, group_sizes, found = residuals
     x, w, recipe, weights = unpack(x), unpack(w), call.recipe, call.weights
     products, quantizer = call.products(call, group_sizes, dy.shape[0]), Quantizer(key, call.common)
     dy = products.masked(dy)
@@ -276,7 +284,8 @@ def _backward(call: Call, residuals: Residuals, dy: jax.Array) -> tuple[Given, .
     rows = tuple(range(dy.ndim - 1))
     db = None if call.dtypes.bias is None else jnp.sum(dy.astype(jnp.float32), rows).astype(call.dtypes.bias)
     gradients = zip((dx, dw, db), call.axes, strict=True)
-    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None
+    of_stats = statistics.backward(found, Made(dy, (dy_row, dy_t)))
+    return *(g if g is None else resharded(g, axes) for g, axes in gradients), None, None, None, of_stats
 
 
 def dense(t: Operand, dtype: DTypeLike, implementation: Implementation) -> jax.Array:

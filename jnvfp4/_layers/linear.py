@@ -36,6 +36,7 @@ def linear(
     w_axes: WeightAxes = "nk",
     w_gather: tuple[Placement, Placement] | None = None,
     w_amax: ArrayLike | None = None,
+    stats: jax.Array | None = None,
 ) -> jax.Array:
     """Computes x w^T + bias with quantized operands, in the forward GEMM and in both gradient GEMMs.
 
@@ -78,6 +79,8 @@ def linear(
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
       w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
         magnitudes saturate. None finds it here. A w that is quantized already takes none.
+      stats: float32 [3, 7], a probe (``jnvfp4.stats.probe``), whose gradient is the statistics of the FP4 tensors of x,
+        w and dy in this call. None collects nothing.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized
@@ -88,7 +91,7 @@ def linear(
       ValueError, TypeError: shapes or dtypes do not fit; the message names them.
     """
     call = call_of("linear", Dense, recipe, w_axes, out_dtype, accumulation, implementation, plans.matmul_kernels())
-    return multiply(call, x, w, key, as_pair(call.op, w_gather), w_amax=w_amax, bias=bias)
+    return multiply(call, x, w, key, as_pair(call.op, w_gather), w_amax=w_amax, bias=bias, stats=stats)
 
 
 # ---------------------------------------------------------------- the GEMMs

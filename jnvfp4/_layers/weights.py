@@ -42,6 +42,10 @@ class Weights(NamedTuple):
         """Returns a pair for w [..., N, K] in the order of the axes that w has; it is its own inverse."""
         return (first, second) if self.order == "nk" else (second, first)
 
+    def as_nk(self, w: jax.Array) -> jax.Array:
+        """Returns w [..., N, K]."""
+        return w if self.order == "nk" else jnp.swapaxes(w, -1, -2)
+
     def for_fprop(self, w: NVFP4Tensor) -> NVFP4Tensor:
         """Moves w, quantized along K, to where GEMMs read it."""
         return w if self.gather is None else self.gather.gather(w)
