@@ -165,7 +165,7 @@ def measure(x: jax.Array, t: NVFP4Tensor, size: int) -> jax.Array:
     factor = inverse_power(own)
     values, nonzero = _rotated(blocks, factor) if t.format.rht else _magnitudes(blocks, factor)
     step = (_float(reference.e4m3_decode(scale)) * (own * factor)) * np.float32(1 / (6 * t.format.e4m3_max))
-    codes, coded = _codes(t.data.reshape(*scale.shape, 2, 4))
+    codes, coded = _codes(t.data.reshape(*scale.shape, BLOCK // 2))
     limit = jnp.where(scale & 0x7F == 0, np.float32(np.inf), step * CLIP)
     saturated = sum((v > limit).astype(jnp.int32) for v in values)
     step *= np.float32(2**14)
@@ -205,18 +205,19 @@ def _rotated(blocks: jax.Array, factor: jax.Array) -> tuple[list[jax.Array], jax
 
 
 def _codes(data: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Decodes the magnitudes of bytes [..., 2, 4] of a block times 2^-14, and counts codes that are not zero.
+    """Decodes the magnitudes of the bytes [..., 8] of blocks times 2^-14, and counts codes that are not zero.
 
     The three bits of a magnitude are the last two of the exponent and the first of the fraction of a float16 number.
     """
-    words = lax.bitcast_convert_type(data, jnp.uint32)
+    # Of bytes, which a compiler loads as words: XLA would store what a bitcast to words makes.
+    words = [sum(data[..., 4 * h + i].astype(jnp.uint32) << 8 * i for i in range(4)) for h in range(2)]
     found = []
     for i in range(BLOCK):
-        word, shift = words[..., i // 8], 4 * (i % 8) - 9
+        word, shift = words[i // 8], 4 * (i % 8) - 9
         placed = (word >> shift if shift > 0 else word << -shift) & 0xE00
         found.append(lax.bitcast_convert_type(placed.astype(jnp.uint16), jnp.float16).astype(jnp.float32))
-    ones = (words | words >> 1 | words >> 2) & 0x11111111
-    return found, jnp.sum(lax.population_count(ones), -1, dtype=jnp.uint32).astype(jnp.int32)
+    ones = ((word | word >> 1 | word >> 2) & 0x11111111 for word in words)
+    return found, sum(lax.population_count(word).astype(jnp.int32) for word in ones)
 
 
 # ---------------------------------------------------------------- floats
