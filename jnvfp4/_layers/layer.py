@@ -17,8 +17,8 @@ from .._ops.arguments import Accumulation, Checks, Implementation
 from .._ops.quantize import dequantize
 from .._primitives._groups import check_sizes
 from ..recipes import Recipe
-from .keys import PASS_KEY, needs_key
 from . import stats as statistics
+from .keys import PASS_KEY, needs_key
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, T, X, named, pack, unpack
 from .stats import Made
 from .weights import LayerChecks, WeightAxes, Weights
@@ -26,7 +26,9 @@ from .weights import LayerChecks, WeightAxes, Weights
 Form = Literal["forward", "transposed", "original"] | None
 Given = jax.Array | None  # an argument that a call may lack
 Known = Given | Pair  # of w: its amax, or its quantized forms for fprop and dgrad
-Residuals = tuple[Any, Any, Given, Given, Given]  # x and w as the backward pass reads them, key, group_sizes, statistics
+Residuals = tuple[
+    Any, Any, Given, Given, Given
+]  # x and w as the backward pass reads them, key, group_sizes, statistics
 
 
 class Products(ABC):
