@@ -50,7 +50,6 @@ from jnvfp4 import (
     grouped_matmul_nt,
     linear,
     matmul_nt,
-    quantization_report,
     quantize,
     quantize_pair,
     recipes,
@@ -61,6 +60,7 @@ from jnvfp4 import Rule as PolicyRule
 from jnvfp4.attention import KVCache, append_kv, decode_attention
 from jnvfp4.calibration import gptq, hessian
 from jnvfp4.spec import four_over_six
+from jnvfp4.stats import quantization_report
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
 RHT, ROW, WINDOW = Format(rht=True), Format("row"), Format("window64")

@@ -36,10 +36,12 @@ FUNCTIONS |= {name: getattr(attention, name) for name in ("append_kv", "decode_a
 FUNCTIONS |= {name: getattr(calibration, name) for name in ("gptq", "hessian")}
 IN_MODULES = {
     f"{module.__name__}.{name}": value
-    for module in (jnvfp4.sharding, jnvfp4.remat)
+    for module in (jnvfp4.sharding, jnvfp4.remat, jnvfp4.stats)
     for name, value in vars(module).items()
     if inspect.isfunction(value) and not name.startswith("_") and value.__module__ == module.__name__
 }
+STATS = ("collect", "probe", "quantization_report", "read")
+IN_MODULES |= {f"jnvfp4.stats.{name}": getattr(jnvfp4.stats, name) for name in STATS}
 
 
 # ---------------------------------------------------------------- names
@@ -52,7 +54,7 @@ def test_no_public_name_hides_a_module():
 
 
 # They are about operations, make specs or keys, move trees to a store and back, or move bytes of a weight.
-NO_OPERATIONS = ("supports", "export_checks", "quantization_report", "to_state", "from_state", "step_key")
+NO_OPERATIONS = ("supports", "export_checks", "to_state", "from_state", "step_key")
 
 
 def test_operations_are_the_public_functions():
@@ -73,7 +75,8 @@ def test_an_import_loads_no_device_and_no_other_library():
 
 
 def test_the_names_in_public_modules():
-    of = {"sharding": ("all_gather", "gather_quantized"), "remat": ("recompute_quantize", "save_packed")}
+    of = {"sharding": ("all_gather", "gather_quantized"), "remat": ("recompute_quantize", "save_packed"), "stats": STATS}
+    assert {name for name in jnvfp4.stats.__all__ if name.islower()} == set(STATS)
     assert IN_MODULES.keys() == {f"jnvfp4.{module}.{name}" for module, names in of.items() for name in names}
     assert jnvfp4._version.__version__ == jnvfp4.__version__  # so that modules need not import the package
 
@@ -158,11 +161,12 @@ CALLS = {
     "append_kv": (attention.append_kv, (KV, ROWS, ROWS, LENGTHS)),
     "hessian": (calibration.hessian, (X,)),
     "gptq": (calibration.gptq, (W, jnp.eye(64))),
-    "report": (partial(jnvfp4.quantization_report, spec=jnvfp4.spec.four_over_six(block_rows=16)), (X,)),
+    "report": (partial(jnvfp4.stats.quantization_report, spec=jnvfp4.spec.four_over_six(block_rows=16)), (X,)),
 }
 DIFFERENTIABLE = {
     "fake_quant": (partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY), (X,)),
     "linear": (lambda x, w, b: jnvfp4.linear(x, w, recipes.pretrain(), bias=b, key=KEY), (X, W, BIAS)),
+    "linear stats": (lambda x, w, p: jnvfp4.linear(x, w, recipes.pretrain(), key=KEY, stats=p), (X, W, jnp.ones((3, 7)))),
     "linear kn": (lambda x, w: jnvfp4.linear(x, w, Recipe(), w_axes="kn"), (X, W.T)),
     "linear windows": (lambda x, w: jnvfp4.linear(x, w, recipes.window64(), key=KEY), (X, W)),
     "linear dequantized": (lambda x, w: jnvfp4.linear(x, w, recipes.pretrain(backward="dequantized")), (X, W)),

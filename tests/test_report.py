@@ -14,9 +14,10 @@ from helpers import FLOAT_MAX, amax_for, amax_shape, find_amax, key_for, scale_v
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jnvfp4 import NVFP4, QuantizationReport, dequantize, quantization_report, quantize, reference
+from jnvfp4 import NVFP4, dequantize, quantize, reference
 from jnvfp4._core.softfloat import from_bits, to_bits
 from jnvfp4.spec import NVFP4_2D, NVFP4_RHT, NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, four_over_six, name_of
+from jnvfp4.stats import QuantizationReport, quantization_report
 
 # One shape almost everywhere, so that each spec compiles once.
 SHAPE = (32, 64)

@@ -422,7 +422,7 @@ GUARDED = {
     "matmul_bias": lambda x, _, row: matmul_nt(quantize(x), quantize(x), bias=row),
     "dot_general": lambda x, *_: jnvfp4.dot_general(x, x, (((1,), (1,)), ((), ()))),
     "tensor_amax": lambda x, *_: quantize(x, ROW_SCALED).tensor_amax,
-    "quantization_report": lambda x, *_: jnvfp4.quantization_report(x, amax=2.0),
+    "quantization_report": lambda x, *_: jnvfp4.stats.quantization_report(x, amax=2.0),
     "supports": lambda x, *_: jnvfp4.supports("matmul_nt", x, quantize(x)).native,
 }
 

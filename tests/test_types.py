@@ -14,7 +14,7 @@ import pytest
 import jnvfp4
 
 ROOT = pathlib.Path(__file__).parent.parent
-MODULES = (jnvfp4, jnvfp4.attention, jnvfp4.recipes, jnvfp4.remat, jnvfp4.sharding)
+MODULES = (jnvfp4, jnvfp4.attention, jnvfp4.recipes, jnvfp4.remat, jnvfp4.sharding, jnvfp4.stats)
 OF_TREES = {jnvfp4.to_state, jnvfp4.from_state, jnvfp4.Policy.explain}  # trees of anything are Any, as in JAX
 # expression -> what a checker says that it is
 CALLS = {
@@ -36,7 +36,10 @@ CALLS = {
     "jnvfp4.spec.four_over_six('mse')": "QuantSpec",
     "jnvfp4.recipes.pretrain()": "Recipe",
     "jnvfp4.supports('quantize', x).native": "bool",
-    "jnvfp4.quantization_report(x).relative_error": "Array",
+    "jnvfp4.stats.quantization_report(x).relative_error": "Array",
+    "jnvfp4.stats.probe()": "Array",
+    "jnvfp4.stats.probe(key)": "Array | None",
+    "jnvfp4.stats.read(x).dy.underflow_share": "Array",
     "jnvfp4.Policy([jnvfp4.Rule('a', jnvfp4.Recipe())])": "Policy",
     "jnvfp4.__version__": "str",
 }

@@ -108,7 +108,7 @@ def spec_table(data: dict[str, Array], specs: dict[str, QuantSpec]) -> Table:
 
         @jax.jit
         def measure(x: Array, spec: QuantSpec = spec, key: Array | None = key) -> tuple[Any, Array]:
-            report = jnvfp4.quantization_report(x, spec, key=key)
+            report = jnvfp4.stats.quantization_report(x, spec, key=key)
             values = jnvfp4.dequantize(jnvfp4.quantize(x, spec, key=key))
             return report, mean_row_error(values, x)
 

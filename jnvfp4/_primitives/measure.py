@@ -1,4 +1,4 @@
-"""nvfp4_measure: (x, data, scale, amax, largest) -> counts and sums over the elements of x and of the tensor made of it.
+"""nvfp4_measure: (x, data, scale, amax, largest) -> counts and sums over x and the tensor that was made of it.
 
 XLA computes it, in one loop over blocks: codes are decoded by shifts and masks, and no value is stored. It is a
 primitive so that devices add their sums by one all-reduce; XLA gathers what a reduction of several operands makes.
@@ -44,7 +44,7 @@ def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequenc
     """
     x, data, scale, amax, largest = operands
     own, largest = _aligned(amax, scale), _aligned(largest, scale)
-    blocks, factor = x.reshape(*scale.shape, BLOCK), _inverse_power(own)
+    blocks, factor = x.reshape(*scale.shape, BLOCK), inverse_power(own)
     values, nonzero = _rotated(blocks, factor) if p.format.rht else _magnitudes(blocks, factor)
     step = (_float(reference.e4m3_decode(scale)) * (own * factor)) * np.float32(1 / (6 * p.format.e4m3_max))
     codes, coded = _codes(data.reshape(*scale.shape, BLOCK // 2))
@@ -111,7 +111,7 @@ def _codes(data: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     return found, _total(lax.population_count(word).astype(jnp.int32) for word in ones)
 
 
-def _inverse_power(amax: jax.Array) -> jax.Array:
+def inverse_power(amax: jax.Array) -> jax.Array:
     """Returns the power of two that brings amax to [1, 2), or to [2, 4) if it is 2^127 or more; 0 for subnormals.
 
     Squares overflow and underflow early, and XLA may flush what is subnormal.

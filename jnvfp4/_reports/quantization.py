@@ -10,15 +10,15 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from .. import reference
-from .._core.softfloat import ABS, INF, Bits, clamp_max, constant, from_bits, is_nan, mul, to_bits
+from .._core.softfloat import ABS, INF, Bits, clamp_max, constant, is_nan, mul, to_bits
 from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import Checks
 from .._ops.quantize import dequantize, quantize
 from .._primitives._checks import check_operand
+from .._primitives.measure import CLIP, inverse_power
 from ..spec import BLOCK, NVFP4, QuantSpec
 
 LARGEST_SCALE = np.uint8(0x7E)  # 448
-CLIP = constant(6 * (1 + 2**-20))  # 6, and room for the roundings of the quantizer and of _clipped
 INVERSE_MAX = np.uint32(1 << 21)  # 2^-128, the inverse of FLT_MAX
 
 
@@ -107,7 +107,7 @@ def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> j
     amaxes = amaxes & ABS
     decode = jnp.maximum(mul(amaxes, reference.reciprocal_max6(spec.format.e4m3_max)), INVERSE_MAX)
     decode = jnp.where((amaxes == 0) | (amaxes == INF), reference.ONE, decode)  # as encode_scale has it
-    largest = mul(jnp.maximum(mul(reference.e4m3_decode(scale), decode), INVERSE_MAX), CLIP)
+    largest = mul(jnp.maximum(mul(reference.e4m3_decode(scale), decode), INVERSE_MAX), constant(CLIP))
     above = (blocks & ABS) > clamp_max(largest)[..., None]
     return above & ~is_nan(blocks) & (scale != 0)[..., None]
 
@@ -125,9 +125,7 @@ def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) ->
 
 def _relative_error(x: jax.Array, t: NVFP4Tensor) -> jax.Array:
     """Compares values times a power of two that brings the largest near 1: squares overflow and underflow early."""
-    largest = to_bits(reference.find_amax(x, "tensor"))
-    exponent = largest >> 23
-    factor = from_bits(jnp.clip(254 - exponent.astype(jnp.int32), 1, 253).astype(jnp.uint32) << 23)
+    factor = inverse_power(reference.find_amax(x, "tensor"))
     values = x.astype(jnp.float32)
     norm, error = (jnp.sqrt(jnp.sum(jnp.square(v * factor))) for v in (values, dequantize(t) - values))
-    return jnp.where(largest < constant(2.0**-126), jnp.float32(0), error / norm)
+    return jnp.where(factor == 0, jnp.float32(0), error / norm)
