@@ -1,0 +1,259 @@
+"""``jnvfp4.stats``: the statistics of layers equal a NumPy count, under every transform of a training step."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import primitives
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
+
+import jnvfp4
+from jnvfp4 import NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, Recipe, recipes, reference, stats
+from jnvfp4._core.softfloat import from_bits, to_bits
+from jnvfp4._layers import layer
+from jnvfp4._layers import stats as stats_of_layers
+
+SEEDS = range(5)  # 50 cases with the ten of CONFIGS
+KEY = jax.random.key(3)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+rotated = jax.jit(reference.rht16)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a layer is called with. y and so dy are float32."""
+
+    recipe: Recipe
+    shape: tuple[int, ...]  # of x
+    columns: int = 48  # of y
+    dtype: str = "bfloat16"
+    w_dtype: str = "float32"
+    options: tuple = ()  # of linear
+
+    def linear(self, x, w, probe):
+        options = {"key": KEY, "out_dtype": jnp.float32, **dict(self.options)}
+        return jnvfp4.linear(x, w, self.recipe, stats=probe, **options)
+
+
+ROTATED = Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized")
+CONFIGS = {
+    "pretrain": Config(recipes.pretrain(), (32, 64)),
+    "rotated": Config(ROTATED, (48, 64), dtype="float32"),
+    "rows": Config(recipes.row_scaled(), (2, 24, 64), dtype="float16"),
+    "windows": Config(recipes.window64(), (2, 64, 128), 64),
+    "4over6": Config(recipes.four_over_six("all"), (32, 96), dtype="float32", w_dtype="bfloat16"),
+    "tiles": Config(Recipe((NVFP4_2D, NVFP4_2D), (NVFP4_SR, NVFP4_2D)), (32, 64), 32),
+    "only gradients": Config(replace(recipes.pretrain(), fprop=None), (40, 64)),  # tokens are padded to 48
+    "weight-only": Config(recipes.inference(weight_only=True), (24, 64)),
+    "rl": Config(recipes.rl(four_over_six=True), (40, 80), dtype="float16"),
+    "kn": Config(recipes.pretrain_4over6(), (32, 64), options=(("w_axes", "kn"),)),
+}
+
+
+def random(shape, dtype, seed):
+    """Magnitudes over many powers of two, zeros, and outliers; every third array is tiny or huge as a whole."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp2(rng.integers(-12, 3, size=shape)) * (rng.random(shape) > 0.2)
+    x[..., ::17] *= 20
+    scale = 2.0 ** [0, 10, -60][seed % 3] if dtype != "float16" else 1
+    return jnp.asarray(x * scale, dtype)
+
+
+def operands(config, seed):
+    """Two different x, w and dy."""
+    shape = (2, config.columns, config.shape[-1])
+    w = random(shape, config.w_dtype, 3 * seed + 1)
+    x, dy = (random((2, *config.shape[:-1], n), dtype, 3 * seed + i) for i, n, dtype in (
+        (0, config.shape[-1], config.dtype), (2, config.columns, "float32"),
+    ))  # fmt: skip
+    return x, jnp.swapaxes(w, 1, 2) if dict(config.options).get("w_axes") == "kn" else w, dy
+
+
+# ---------------------------------------------------------------- the count in NumPy
+def count(x, t) -> np.ndarray:
+    """The row of one tensor, in float64."""
+    if x is None:
+        return np.zeros(7)
+    blocks = to_bits(jnp.asarray(x)).reshape(*t.scale.shape, 16)
+    blocks = rotated(blocks) if t.format.rht else blocks
+    x64 = np.abs(np.asarray(from_bits(blocks), np.float64))
+    scale = np.asarray(t.scale).view(np.uint8)
+    amax = np.asarray(reference.per_block(t.amax, t.ndim, t.format.amax_scope), np.float64)
+    codes = E2M1[np.asarray(reference.unpack_codes(t.data)) & 7].reshape(x64.shape)
+    step = np.where(scale == 0, 0, scale.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
+    step = (step * amax / (6 * t.format.e4m3_max))[..., None]
+    shares = [
+        np.mean(x64 != 0),
+        np.mean((x64 != 0) & (codes == 0)),
+        np.mean((x64 > 6 * (1 + 2**-20) * step) & (step != 0)),
+        np.mean((scale & 0x78 == 0) & (scale & 7 != 0)),
+    ]
+    error = np.sqrt(np.sum((codes * step - x64) ** 2) / np.sum(x64**2))
+    return np.array([1, *shares, error, np.max(np.abs(t.amax))])
+
+
+def counted(made) -> np.ndarray:
+    """The count of what a layer made of an array: of the tensor along K, else of the transposed one."""
+    (row, col), x = made.pair, np.asarray(made.array)
+    if row is not None or col is None:
+        return count(x if row is not None else None, row)
+    turned = np.swapaxes(x, -1, -2) if made.matrices else np.moveaxis(x, -1, 0)
+    more = col.shape[-1] - turned.shape[-1]
+    found = count(np.pad(turned, [(0, 0)] * (x.ndim - 1) + [(0, more)]), col)
+    found[1:4] *= np.prod(col.shape) / x.size  # zeros that were added are no elements
+    return found
+
+
+def want(config, x, w, dy) -> np.ndarray:
+    """The counts of what the layer makes of x, w and dy in an eager gradient."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("forward", "backward"):
+            patch.setattr(layer.statistics, name, lambda probe, *made: (found.extend(made), probe)[1])
+        _, pull = jax.vjp(partial(config.linear, x, w), stats.probe())
+        pull(dy)
+    assert len(found) == 3
+    return np.stack([counted(made) for made in found])
+
+
+# ---------------------------------------------------------------- one layer as a step has it
+def one(config, x, w, dy, probe):
+    return jnp.sum(config.linear(x, w, probe) * dy)
+
+
+def plain(config, x, w, dy):
+    return jax.grad(partial(one, config), 3)(x[0], w[0], dy[0], stats.probe())[None]
+
+
+def remat(policy, config, x, w, dy):
+    f = jax.checkpoint(config.linear, policy=policy)
+    return jax.grad(lambda probe: jnp.sum(f(x[0], w[0], probe) * dy[0]))(stats.probe())[None]
+
+
+def microbatches(config, x, w, dy):
+    """Of one weight, by a loop over gradients."""
+    grad = jax.grad(lambda probe, x, dy: one(config, x, w[0], dy, probe))
+    add = lambda total, of: (total + grad(stats.probe(), *of), None)  # noqa: E731
+    return lax.scan(add, jnp.zeros((3, 7)), (x, dy))[0][None]
+
+
+def layers(config, x, w, dy):
+    """Of two layers, in the loop that is differentiated."""
+
+    def loss(probes):
+        return lax.scan(lambda total, of: (total + one(config, *of), None), 0.0, (x, w, dy, probes))[0]
+
+    return jax.grad(loss)(stats.probe(True, (2,)))
+
+
+def mapped(config, x, w, dy):
+    losses = jax.vmap(partial(one, config), (0, 0, 0, None))
+    return jax.grad(lambda probe: jnp.sum(losses(x, w, dy, probe)))(stats.probe())[None]
+
+
+# Of two x, w and dy: the statistics of the first, of both, their sum, or the sum for both x and dy with the first w.
+DRIVERS = {
+    "plain": (plain, "first"),
+    "remat": (partial(remat, None), "first"),
+    "save_packed": (partial(remat, jnvfp4.remat.save_packed), "first"),
+    "microbatches": (microbatches, "one w"),
+    "layers": (layers, "both"),
+    "vmap": (mapped, "sum"),
+    "auto": (plain, "first"),
+    "explicit": (plain, "first"),
+}
+
+
+def placed(kind, x, w, dy):
+    """The operands over eight devices; on an Explicit mesh only what needs no gather."""
+    mesh = make_mesh(jax.devices("cpu")[:8], "xy", kind)
+    rows = P(None, "x", *(None,) * (x.ndim - 2))
+    specs = (rows, P() if kind == "explicit" else P(None, None, "y"), rows)
+    return [put(v, mesh, spec) for v, spec in zip((x, w, dy), specs, strict=True)]
+
+
+def assert_counts(got, want):
+    """Shares and the amax by their rounding to float32, errors by their sums in float32."""
+    assert got.shape == want.shape
+    off = np.abs(np.asarray(got, np.float64) - want)
+    assert np.all(off <= np.abs(want) * np.array([0, *4 * [2e-7], 1e-5, 2e-7])), (got, want)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_statistics_equal_a_count_in_numpy(config, driver, cpu):
+    f, of = DRIVERS[driver]
+    run = jax.jit(partial(f, config))
+    for seed in SEEDS:
+        x, w, dy = operands(config, seed)
+        count = 1 if of == "first" else 2
+        counts = np.stack([want(config, x[i], w[0 if of == "one w" else i], dy[i]) for i in range(count)])
+        got = run(*(placed(driver, x, w, dy) if driver in ("auto", "explicit") else (x, w, dy)))
+        assert_counts(got, counts.sum(0, keepdims=True) if of in ("sum", "one w") else counts)
+
+
+# ---------------------------------------------------------------- a probe that is off, and none
+SMALL = CONFIGS["pretrain"]
+
+
+def first(config, seed=0):
+    return [v[0] for v in operands(config, seed)]
+
+
+def conds(jaxpr):
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    inner = [getattr(p, "jaxpr", p) for eqn in jaxpr.eqns for p in jax.tree.leaves(list(eqn.params.values()))]
+    return found + [eqn for sub in inner if hasattr(sub, "eqns") for eqn in conds(sub)]
+
+
+def test_a_flag_that_is_traced_switches_one_program():
+    x, w, dy = first(SMALL)
+    step = jax.jit(lambda on: jax.grad(partial(one, SMALL), 3)(x, w, dy, stats.probe(on)))
+    assert not step(False).any()
+    assert_counts(step(True), np.asarray(plain(SMALL, *operands(SMALL, 0))[0], np.float64))
+    assert step._cache_size() == 1
+
+
+def test_a_branch_that_is_off_computes_nothing():
+    jaxpr = jax.make_jaxpr(jax.grad(partial(one, SMALL), 3))(*first(SMALL), stats.probe())
+    found = conds(jaxpr.jaxpr)
+    assert [[len(branch.jaxpr.eqns) > 0 for branch in eqn.params["branches"]] for eqn in found] == [[False, True]] * 2
+    inside = [primitives(branch.jaxpr) for eqn in found for branch in eqn.params["branches"]]
+    assert [names.count("nvfp4_measure") for names in inside] == [0, 2, 0, 1]
+    assert primitives(jaxpr.jaxpr).count("nvfp4_measure") == 3  # none outside
+
+
+def instructions(f, *args) -> list[str]:
+    """The optimized program without names of instructions and places in this file."""
+    text = jax.jit(f).lower(*args).compile().as_text().split("\n\n", 1)[1]
+    return sorted(re.sub(r"%?[\w.-]+\.\d+|, metadata=\{[^}]*\}|frontend_attributes=\{[^}]*\}", "", text).splitlines())
+
+
+def test_without_a_probe_the_program_is_that_without_statistics(monkeypatch):
+    """No line of it is another's; and a program with a probe computes the same results by the same instructions."""
+    x, w, dy = first(SMALL)
+    grad = lambda *args: jax.grad(partial(one, SMALL), (0, 1))(*args)  # noqa: E731
+    assert stats.probe(False) is None
+    assert not conds(jax.make_jaxpr(grad)(x, w, dy, None).jaxpr)
+    with_dead_probe = instructions(lambda x, w, dy: grad(x, w, dy, stats.probe()), x, w, dy)
+    monkeypatch.setattr(stats_of_layers, "measure", None)  # which nothing calls
+    assert instructions(lambda x, w, dy: grad(x, w, dy, None), x, w, dy) == with_dead_probe
+
+
+@pytest.mark.parametrize("policy", [None, jnvfp4.remat.save_packed], ids=["plain", "save_packed"])
+def test_a_probe_keeps_no_original(policy, capsys):
+    """But 84 bytes."""
+    f = jax.checkpoint(SMALL.linear, policy=policy) if policy else SMALL.linear
+    sizes = []
+    for probe in (None, stats.probe()):
+        _, pull = jax.vjp(lambda x, w, probe=probe: f(x, w, probe), *first(SMALL)[:2])
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(pull)))
+    assert 0 <= sizes[1] - sizes[0] <= 2 * 84
