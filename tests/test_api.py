@@ -75,7 +75,11 @@ def test_an_import_loads_no_device_and_no_other_library():
 
 
 def test_the_names_in_public_modules():
-    of = {"sharding": ("all_gather", "gather_quantized"), "remat": ("recompute_quantize", "save_packed"), "stats": STATS}
+    of = {
+        "sharding": ("all_gather", "gather_quantized"),
+        "remat": ("recompute_quantize", "save_packed"),
+        "stats": STATS,
+    }
     assert {name for name in jnvfp4.stats.__all__ if name.islower()} == set(STATS)
     assert IN_MODULES.keys() == {f"jnvfp4.{module}.{name}" for module, names in of.items() for name in names}
     assert jnvfp4._version.__version__ == jnvfp4.__version__  # so that modules need not import the package
@@ -166,7 +170,10 @@ CALLS = {
 DIFFERENTIABLE = {
     "fake_quant": (partial(jnvfp4.fake_quant, spec=NVFP4_SR, key=KEY), (X,)),
     "linear": (lambda x, w, b: jnvfp4.linear(x, w, recipes.pretrain(), bias=b, key=KEY), (X, W, BIAS)),
-    "linear stats": (lambda x, w, p: jnvfp4.linear(x, w, recipes.pretrain(), key=KEY, stats=p), (X, W, jnp.ones((3, 7)))),
+    "linear stats": (
+        lambda x, w, p: jnvfp4.linear(x, w, recipes.pretrain(), key=KEY, stats=p),
+        (X, W, jnp.ones((3, 7))),
+    ),
     "linear kn": (lambda x, w: jnvfp4.linear(x, w, Recipe(), w_axes="kn"), (X, W.T)),
     "linear windows": (lambda x, w: jnvfp4.linear(x, w, recipes.window64(), key=KEY), (X, W)),
     "linear dequantized": (lambda x, w: jnvfp4.linear(x, w, recipes.pretrain(backward="dequantized")), (X, W)),

@@ -1,6 +1,7 @@
 """``jnvfp4.stats``: the statistics of layers equal a NumPy count, under every transform of a training step."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 from helpers import primitives
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, put
+from meshes import elements, make_mesh, put, run
 
 import jnvfp4
-from jnvfp4 import NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, Recipe, recipes, reference, stats
+from jnvfp4 import NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, QuantizedWeight, Recipe, recipes, reference, stats
 from jnvfp4._core.softfloat import from_bits, to_bits
 from jnvfp4._layers import layer
 from jnvfp4._layers import stats as stats_of_layers
@@ -47,7 +48,7 @@ ROTATED = Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized
 CONFIGS = {
     "pretrain": Config(recipes.pretrain(), (32, 64)),
     "rotated": Config(ROTATED, (48, 64), dtype="float32"),
-    "rows": Config(recipes.row_scaled(), (2, 24, 64), dtype="float16"),
+    "rows": Config(recipes.row_scaled(), (2, 32, 64), dtype="float16"),
     "windows": Config(recipes.window64(), (2, 64, 128), 64),
     "4over6": Config(recipes.four_over_six("all"), (32, 96), dtype="float32", w_dtype="bfloat16"),
     "tiles": Config(Recipe((NVFP4_2D, NVFP4_2D), (NVFP4_SR, NVFP4_2D)), (32, 64), 32),
@@ -175,7 +176,8 @@ DRIVERS = {
 def placed(kind, x, w, dy):
     """The operands over eight devices; on an Explicit mesh only what needs no gather."""
     mesh = make_mesh(jax.devices("cpu")[:8], "xy", kind)
-    rows = P(None, "x", *(None,) * (x.ndim - 2))
+    splits = kind == "auto" or x.shape[1] % 32 == 0 or x.ndim > 3
+    rows = P(None, "x" if splits else None, *(None,) * (x.ndim - 2))
     specs = (rows, P() if kind == "explicit" else P(None, None, "y"), rows)
     return [put(v, mesh, spec) for v, spec in zip((x, w, dy), specs, strict=True)]
 
@@ -257,3 +259,179 @@ def test_a_probe_keeps_no_original(policy, capsys):
         _, pull = jax.vjp(lambda x, w, probe=probe: f(x, w, probe), *first(SMALL)[:2])
         sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(pull)))
     assert 0 <= sizes[1] - sizes[0] <= 2 * 84
+
+
+# ---------------------------------------------------------------- devices
+def test_devices_exchange_scalars(cpu):
+    """Four counts and two sums of each tensor."""
+    x, w, dy = placed("auto", *operands(SMALL, 0))
+    grads = {
+        "without": jax.grad(lambda x, w, dy: one(SMALL, x, w, dy, None), (0, 1)),
+        "with": lambda *args: jax.grad(partial(one, SMALL), (0, 1, 3))(*args, stats.probe()),
+    }
+    found = {name: run(f, x[0], w[0], dy[0])[1] for name, f in grads.items()}
+    more = Counter(found["with"]) - Counter(found["without"])
+    assert {op for op, _ in more} == {"all-reduce"}
+    assert sum(elements(shape) * n for (_, shape), n in more.items()) == 3 * 6
+
+
+def test_devices_of_a_shard_map_are_calls(cpu):
+    """Each measures its part, which here is the whole."""
+    x, w, dy = first(SMALL)
+    mesh = make_mesh(jax.devices("cpu")[:8], "x")
+    local = lambda x, probe: one(SMALL, x, w, dy, probe)[None]  # noqa: E731
+    losses = jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    got = jax.jit(jax.grad(lambda x, probe: jnp.sum(losses(x, probe)), 1))(jnp.concatenate([x] * 8), stats.probe())
+    assert_counts(got, 8 * want(SMALL, x, w, dy))
+
+
+# ---------------------------------------------------------------- other layers and weights
+def statistics(f) -> stats.StepStats:
+    return stats.read(jax.jit(jax.grad(f))(stats.probe()))
+
+
+def test_weights_that_are_quantized_before_have_their_statistics(cpu):
+    x, w, dy = first(SMALL)
+    weight = QuantizedWeight.of(w, SMALL.recipe)
+    assert_counts(jax.grad(lambda probe: one(SMALL, x, weight, dy, probe))(stats.probe()), want(SMALL, x, w, dy))
+
+
+def test_frozen_weights_have_none(cpu):
+    x, w, dy = first(SMALL)
+    got = statistics(lambda probe: one(SMALL, x, jnvfp4.quantize(w, NVFP4_2D), dy, probe))
+    assert [float(of.calls) for of in got] == [1, 0, 0]  # dx is in high precision
+    assert float(got.x.underflow_share) > 0
+    assert not any(jax.tree.leaves(got.w) + jax.tree.leaves(got.dy))
+
+
+def test_experts_count_together(cpu):
+    x, _, dy = first(SMALL)
+    w, sizes = jnp.stack([random((48, 64), "float32", i) * 4.0**i for i in range(3)]), jnp.array([10, 0, 14], jnp.int32)
+    got = statistics(lambda p: jnp.sum(jnvfp4.grouped_linear(x, w, sizes, out_dtype=jnp.float32, stats=p) * dy))
+    made = jax.vmap(partial(jnvfp4.quantize, spec=NVFP4_2D))(w)
+    held = jnp.where(jnp.arange(32)[:, None] < 24, x, 0)
+    counts = np.stack([count(held, jnvfp4.quantize(held)), count(w, made)])
+    assert_counts(np.stack([jax.tree.leaves(got.x), jax.tree.leaves(got.w)]), counts)
+    assert float(got.dy.calls) == 1
+
+
+def test_examples_of_a_batch_axis_are_calls(cpu):
+    x, w, _ = operands(SMALL, 0)
+    numbers = (((2,), (2,)), ((0,), (0,)))
+    by = {
+        "dot_general": lambda p: jnvfp4.dot_general(x, w, numbers, stats=p),
+        "einsum": lambda p: jnvfp4.einsum("bmk,bnk->bmn", x, w, stats=p),
+    }
+    got = {name: statistics(lambda p, f=f: jnp.sum(jnp.sin(f(p).astype(jnp.float32)))) for name, f in by.items()}
+    counts = sum(count(x[i], jnvfp4.quantize(x[i])) for i in range(2))
+    for of in got.values():
+        assert_counts(np.stack(jax.tree.leaves(of.x)), counts / [1, *6 * [2]])
+        assert float(of.w.calls) == float(of.dy.calls) == 2
+
+
+def test_special_values_are_shown(cpu):
+    x, w, dy = first(SMALL)
+    zero = statistics(lambda p: one(SMALL, 0 * x, w, dy, p)).x
+    assert jax.tree.leaves(zero) == [1, 0, 0, 0, 0, 0, 0]
+    bad = statistics(lambda p: one(SMALL, x.at[3, 5].set(jnp.nan), w, dy, p)).x
+    assert np.isnan(bad.relative_error)
+    assert np.isnan(bad.amax)
+    subnormal = statistics(lambda p: one(SMALL, x, w, jnp.full_like(dy, 1e-40), p)).dy
+    assert float(subnormal.relative_error) == 0
+
+
+# ---------------------------------------------------------------- models, by the paths of their layers
+def by_path(decisions):
+    return {decision.path: stats.probe() for decision in decisions if decision.recipe is not None}
+
+
+def check_model(loss, probes):
+    """Every layer has its statistics, those that it has where no other has a probe that is on."""
+    with jnvfp4.step_key(KEY):
+        run = jax.jit(jax.grad(loss))
+        found = run(probes)
+        for path, of in found.items():
+            assert [float(n.calls) for n in stats.read(of)] == [1, 1, 1], path
+            assert 0.01 < float(stats.read(of).dy.relative_error) < 0.5
+        alone = run({path: probe * (path == min(probes)) for path, probe in probes.items()})
+    for path, of in alone.items():
+        np.testing.assert_array_equal(of, found[path] * (path == min(probes)))
+
+
+def test_layers_of_linen_models():
+    pytest.importorskip("flax", "0.12")
+    from flax_models import ALL, TOKENS, Transformer
+
+    from jnvfp4.flax.linen import intercept
+
+    model = Transformer()
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+
+    def loss(probes):
+        with intercept(ALL), stats.collect(probes):
+            return jnp.sum(jnp.sin(model.apply(variables, TOKENS).astype(jnp.float32)))
+
+    check_model(loss, by_path(ALL.explain(model, TOKENS)))
+
+
+def test_layers_of_a_linen_scan_have_the_mean_of_their_statistics():
+    pytest.importorskip("flax", "0.12")
+    from flax_models import NEAREST, Stack, X
+
+    from jnvfp4.flax.linen import intercept
+
+    model, policy = Stack(scan=True), jnvfp4.Policy(default=NEAREST)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+
+    @jax.jit
+    @jax.grad
+    def grad(probes):
+        with intercept(policy), stats.collect(probes):
+            return jnp.sum(jnp.sin(model.apply(variables, X)))
+
+    found = grad(by_path(policy.explain(model, X)))
+    assert {float(stats.read(of).w.calls) for of in found.values()} == {model.layers}
+
+
+@pytest.mark.parametrize("driven", [False, True], ids=["nnx", "qwix"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_of_nnx_models(driven):
+    pytest.importorskip("flax", "0.12")
+    from flax import nnx
+    from flax_models import ALL, TOKENS, NnxTransformer
+
+    model = NnxTransformer(nnx.Rngs(0))
+    probes = by_path(ALL.explain(model))
+    if driven:
+        qwix = pytest.importorskip("qwix")
+        from jnvfp4.qwix import Provider
+
+        with jnvfp4.step_key(KEY):
+            model = qwix.quantize_model(model, Provider(ALL), TOKENS)
+    else:
+        model = jnvfp4.flax.nnx.apply(model, ALL)
+    graph, state = nnx.split(model)
+
+    def loss(probes):
+        with stats.collect(probes):
+            return jnp.sum(jnp.sin(nnx.merge(graph, state)(TOKENS).astype(jnp.float32)))
+
+    check_model(loss, probes)
+
+
+def test_a_function_that_was_traced_before_takes_the_probes_of_this_step():
+    """Its trace of another step would bring probes from there, whose gradient is zero here."""
+    x, w, dy = first(SMALL)
+    product = jnvfp4.DotGeneral(recipes.DEFAULT, "up")
+    inner = jax.jit(lambda x, w: product(x, w, (((1,), (1,)), ((), ()))))
+
+    def loss(probe):
+        with stats.collect({"up": probe}):
+            return jnp.sum(inner(x, w).astype(jnp.float32) * dy)
+
+    inner(x, w)
+    for _ in range(2):
+        assert stats.read(jax.grad(loss)(stats.probe())).x.calls == 1
+    with pytest.raises(RuntimeError, match="left"), stats.collect({"up": stats.probe()}):
+        raise RuntimeError("left")
+    assert product.probe is None

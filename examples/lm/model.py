@@ -9,7 +9,7 @@ residual stream is bfloat16.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,14 @@ from lm.config import Config
 
 Tree = Any  # a nested dict of arrays; of NVFP4Tensors, too, where weights are quantized
 Linear = Callable[[Array, Any, Array, str], Array]  # x [..., K], w [N, K], key, name of w -> [..., N]
+PROJECTIONS = ("qkv", "attention_out", "mlp_up", "mlp_down")  # names of the weights of linear layers
+
+
+class Probed(NamedTuple):
+    """Holds weights as a linear layer takes them, and the probe whose gradient is the statistics of the layer."""
+
+    w: Any
+    probe: Array
 
 
 # Linear layers
@@ -84,12 +92,14 @@ def bf16_forward(recipe: Recipe) -> Linear:
 def quantized_linear(recipe: Recipe, gather: Callable[[str], Any] = lambda name: None) -> Linear:
     """Returns a linear layer that quantizes x and w, and their gradients, as the recipe says.
 
-    It takes w alone, a pair of w and its amax, or a ``QuantizedWeight``; ``gather`` returns the ``w_gather`` of a name.
+    It takes w alone, a pair of w and its amax, or a ``QuantizedWeight``, or ``Probed`` of these; ``gather`` returns the
+    ``w_gather`` of a name.
     """
 
     def linear(x: Array, w: Any, key: Array, name: str) -> Array:
+        w, probe = w if isinstance(w, Probed) else (w, None)
         w, amax = w if isinstance(w, tuple) else (w, None)
-        return jnvfp4.linear(x, w, recipe, key=key, w_amax=amax, w_gather=gather(name))
+        return jnvfp4.linear(x, w, recipe, key=key, w_amax=amax, w_gather=gather(name), stats=probe)
 
     return linear
 
@@ -163,6 +173,12 @@ def with_known(params: Tree, known: Tree) -> Tree:
 
     layers = params["layers"]
     return params | {"layers": layers | {name: join(layers[name], of) for name, of in known.items()}}
+
+
+def with_probes(params: Tree, probes: Tree) -> Tree:
+    """Puts probes [layers, 3, 7] beside the weights of linear layers, by name."""
+    layers = params["layers"]
+    return params | {"layers": layers | {name: Probed(layers[name], probe) for name, probe in probes.items()}}
 
 
 # Layers

@@ -155,7 +155,7 @@ class Run:
 def train(recipe: jnvfp4.Recipe | None, config: Config, mesh: Mesh, text: np.ndarray) -> Run:
     """Trains over a mesh by a recipe, or in bfloat16 if it is None."""
     params, state = init(0, config, mesh, recipe)
-    kept = shardings(params, mesh), shardings(state, mesh), None
+    kept = shardings(params, mesh), shardings(state, mesh), None, None
     if recipe is None:
         train_step, digested = make_train_step(bf16_linear(mesh), config, 0, out_shardings=kept), ""
     else:
@@ -166,7 +166,7 @@ def train(recipe: jnvfp4.Recipe | None, config: Config, mesh: Mesh, text: np.nda
     compiled = train_step.lower(params, state, batches[0]).compile()
     losses, begin = [], 0.0
     for batch in batches:
-        params, state, loss = compiled(params, state, batch)
+        params, state, loss, _ = compiled(params, state, batch)
         losses.append(float(loss))  # waits for the step
         begin = begin or time.perf_counter()
     milliseconds = 1e3 * (time.perf_counter() - begin) / max(1, config.steps - 1)

@@ -26,7 +26,9 @@ from lm.model import (
     quantize_weights,
     quantized_linear,
     with_known,
+    with_probes,
 )
+from lm.stats import make_probes
 
 # Optimizer
 
@@ -67,7 +69,7 @@ def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float) -> tuple[Tr
 
 # Training
 
-TrainStep = Any  # a jitted function: weights, state, batch -> weights, state, loss
+TrainStep = Any  # a jitted function: weights, state, batch, probes -> weights, state, loss, gradient of the probes
 
 
 @dataclass
@@ -78,6 +80,7 @@ class Curves:
     train: list[float] = field(default_factory=list)  # mean since the previous logged step
     val_steps: list[int] = field(default_factory=list)
     val: list[float] = field(default_factory=list)
+    stats: dict[int, Tree] = field(default_factory=dict)  # gradients of probes by step
     first_step_seconds: float = 0.0  # with compilation
     seconds_per_step: float = 0.0
     wall_seconds: float = 0.0
@@ -87,6 +90,8 @@ def make_train_step(
     linear: Linear, config: Config, seed: int, recipe: Recipe | None = None, microbatches: int = 1, **options: Any
 ) -> TrainStep:
     """Returns the jitted training step. It donates the weights and the optimizer state.
+
+    Without probes it is compiled without statistics. With them (``lm.stats.make_probes``) it returns their gradients.
 
     Args:
       linear: product of the linear layers.
@@ -98,18 +103,20 @@ def make_train_step(
     """
 
     @partial(jax.jit, donate_argnums=(0, 1), **options)
-    def train_step(params: Tree, state: Tree, batch: Array) -> tuple[Tree, Tree, Array]:
+    def train_step(params: Tree, state: Tree, batch: Array, probes: Tree = None) -> tuple[Tree, Tree, Array, Tree]:
         key = jax.random.fold_in(jax.random.key(seed), state["step"])  # every step rounds with other random bits
         known = state.get("amax", {})
         if recipe is not None and microbatches > 1:
             known = quantize_weights(params, known, recipe)
 
-        def loss_of(params: Tree, batch: Array, key: Array) -> Array:
-            return loss_fn(with_known(params, known), batch, config, linear, key)
+        def loss_of(weights: tuple[Tree, Tree], batch: Array, key: Array) -> Array:
+            params, probes = weights
+            return loss_fn(with_probes(with_known(params, known), probes), batch, config, linear, key)
 
-        loss, grads = accumulated(jax.value_and_grad(loss_of), params, batch, key, microbatches)
+        of_loss = jax.value_and_grad(loss_of)
+        loss, (grads, found) = accumulated(of_loss, (params, probes or {}), batch, key, microbatches)
         params, state = adamw(params, grads, state, learning_rate(state["step"], config))
-        return params, state, loss
+        return params, state, loss, found
 
     return train_step
 
@@ -136,6 +143,7 @@ def train(
     text: np.ndarray,
     held_out: np.ndarray,
     microbatches: int = 1,
+    stats_every: int | None = None,
 ) -> tuple[Tree, Curves]:
     """Trains one model and shows a progress bar.
 
@@ -147,6 +155,7 @@ def train(
       text: bytes to train on.
       held_out: batches of the validation loss, as ``val_batches`` makes them.
       microbatches: parts of each batch, whose gradients are added up.
+      stats_every: steps between two that collect statistics of quantized tensors; the others have a program without.
 
     Returns:
       the trained weights, float32, and the losses and times.
@@ -162,7 +171,10 @@ def train(
     progress = tqdm(range(1, config.steps + 1), desc=name, unit="step", mininterval=0.5)
     for step in progress:
         batch = jnp.asarray(train_batch(text, config, seed, step))
-        params, state, loss = train_step(params, state, batch)
+        collects = recipe is not None and stats_every is not None and step % stats_every == 0
+        params, state, loss, found = train_step(params, state, batch, make_probes(config) if collects else None)
+        if collects:
+            curves.stats[step] = found
         recent.append(loss)
         last = step == config.steps
         if step == 1:
@@ -178,6 +190,7 @@ def train(
             curves.val_steps.append(step)
             curves.val.append(float(np.mean([val_loss(params, jnp.asarray(batch)) for batch in held_out])))
             val_seconds += time.perf_counter() - val_begin
+    curves.stats = jax.device_get(curves.stats)
     curves.wall_seconds = time.perf_counter() - begin
     step_seconds = curves.wall_seconds - curves.first_step_seconds - val_seconds
     curves.seconds_per_step = step_seconds / max(1, config.steps - 1)
