@@ -14,13 +14,14 @@ SHAPES = {
     "grouped": "TOKENS:GxNxK",
     "attention": "SEQUENCESxTOKENS",
     "sharding": "PARTxWHOLE",
+    "stats": "MICROBATCHESxSEQUENCES",
 }
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(dest="command", required=True)
-    for suite in ("quantize", "gemm", "products", "grouped", "linear", "steps", "attention", "sharding"):
+    for suite in ("quantize", "gemm", "products", "grouped", "linear", "steps", "attention", "sharding", "stats"):
         command = commands.add_parser(suite, help=f"time the {suite} suite")
         shape = SHAPES.get(suite, "MxNxK")
         command.add_argument("--cases", type=_names, help=f"comma-separated: {shape}; all that suit the device")
@@ -66,6 +67,7 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         bench_products,
         bench_quantize,
         bench_sharding,
+        bench_stats,
         bench_steps,
     )
 
@@ -79,6 +81,8 @@ def _run(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         yield from bench_steps.run(args.cases)
     if args.command == "attention":
         yield from bench_attention.run(args.cases, args.peers)
+    if args.command == "stats":
+        yield from bench_stats.run(args.cases)
     if args.command == "sharding":
         yield from bench_sharding.run(args.cases)
     if args.command == "checkpoint":

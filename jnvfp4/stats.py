@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._layers.stats import SHAPE
+from ._layers.stats import SHAPE, SWITCHED
 from ._layers.stats import collect as collect
 from ._layers.stats import probe as probe
 from ._ops.arguments import Checks
@@ -67,9 +67,9 @@ def read(gradient: ArrayLike) -> StepStats:
     """Reads the gradient of a probe.
 
     Args:
-      gradient: float32 [..., 3, 7], a sum over calls: how many there were, and sums of what ``OperandStats`` has. Each
-        share is a count in integers, exact for fewer than 2^31 elements, divided once in its call. So the means over
-        calls of equal sizes are those of all elements.
+      gradient: float32 [..., 3, 7] or [..., 3, 8], a sum over calls: their number, and sums of what ``OperandStats``
+        has. Each share is a count in integers, exact for fewer than 2^31 elements, divided once in its call. So the
+        means over calls of equal sizes are those of all elements.
 
     Returns:
       Arrays [...] of each number.
@@ -78,9 +78,9 @@ def read(gradient: ArrayLike) -> StepStats:
       ValueError: gradient has another shape.
     """
     array = Checks("read").float_array("gradient", gradient)
-    if array.shape[-2:] != SHAPE:
-        raise ValueError(f"read: gradient must have shape [..., {SHAPE[0]}, {SHAPE[1]}], got {array.shape}")
-    calls, *sums = jnp.moveaxis(array, -1, 0)
+    if array.shape[-2:] not in (SHAPE, SWITCHED):
+        raise ValueError(f"read: gradient must have shape [..., 3, 7] or [..., 3, 8], got {array.shape}")
+    calls, *sums = jnp.moveaxis(array, -1, 0)[: SHAPE[-1]]
     means = [calls, *(total / jnp.maximum(calls, 1) for total in sums)]
     x, w, dy = (OperandStats(*(of[..., row] for of in means)) for row in range(SHAPE[0]))
     return StepStats(x, w, dy)

@@ -29,6 +29,7 @@ from benchmarks import (  # noqa: E402
     bench_products,
     bench_quantize,
     bench_sharding,
+    bench_stats,
     bench_steps,
     device_time,
     naive,
@@ -497,6 +498,18 @@ def test_steps_have_both_gradients(monkeypatch):
         assert [a.shape for a in (y, dx, dw)] == [(16, 32), (16, 64), (32, 64)]
         assert [a.dtype for a in (y, dx, dw)] == ["bfloat16", "bfloat16", "float32"]
         assert len(chain) == bench_steps.CHAIN
+
+
+def test_steps_with_statistics(monkeypatch):
+    pytest.importorskip("tqdm", reason="needs the extra [examples]")
+    monkeypatch.setattr(bench_stats, "STEPS", 1)
+    monkeypatch.setattr(bench_stats, "ROUNDS", 1)
+    taken = {name: take() for name, take in bench_stats.programs("2x2", "cpu").items()}
+    collected = {name: [bool(v.any()) for v in jax.tree.leaves(found)] for name, (_, found) in taken.items()}
+    assert collected == {"none": [], "on": 4 * [True], "off": 4 * [False], "switched on": 4 * [True]}
+    assert len({float(loss) for loss, _ in taken.values()}) == 1
+    with pytest.raises(ValueError, match="a case must be MICROBATCHESxSEQUENCES, got '8'"):
+        next(bench_stats.run(["8"]))
 
 
 def test_the_picture_names_operations_of_the_suite():

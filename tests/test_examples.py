@@ -109,11 +109,27 @@ def check_training(folder: pathlib.Path, names: list[str], steps: int, falls_by:
     return metrics
 
 
+def check_stats(folder: pathlib.Path, names: list[str], steps: list[int]) -> None:
+    """What train_lm.py --stats wrote of a recipe that quantizes no gradient."""
+    stats = json.loads((folder / "stats.json").read_text())
+    assert list(stats) == names
+    for name, of in stats.items():
+        assert (folder / f"stats_{name}.png").read_bytes().startswith(PNG)
+        assert of["steps"] == steps
+        assert of["layers"][:5] == ["0/qkv", "0/attention_out", "0/mlp_up", "0/mlp_down", "1/qkv"]
+        errors = {operand: np.array(of[operand]["relative_error"]) for operand in ("x", "w", "dy")}
+        assert {v.shape for v in errors.values()} == {(len(steps), 8)}
+        assert not errors["dy"].any()
+        for operand in ("x", "w"):
+            assert np.all((errors[operand] > 0.05) & (errors[operand] < 0.15))
+
+
 @pytest.mark.long
 def test_train_lm_compares_recipes_with_another_backward_pass(tmp_path):
     needs_plots()
     arguments = ("--steps", "12", "--recipe", "pretrain,window64", "--backward", "dequantized", "--out", "curves")
-    out = run("train_lm.py", *arguments, cwd=tmp_path)
+    out = run("train_lm.py", *arguments, "--stats", "4", "--microbatches", "2", cwd=tmp_path)
+    check_stats(tmp_path / "curves", ["pretrain", "window64"], [4, 8, 12])
     metrics = check_training(tmp_path / "curves", ["pretrain", "window64"], 12, falls_by=1)
     assert metrics["backward"] == "dequantized"
     table = re.findall(r"^(\w+) +[\d.]+ +[\d.]+ +([-+][\d.]+%)? ", out, flags=re.M)
@@ -279,7 +295,7 @@ def test_microbatches_with_carried_amaxes_and_weights_quantized_once_train_with_
         tree = jax.tree.map(jnp.array, params)
         state, step = init_optimizer(tree, of), make_train_step(quantized_linear(recipe), config, 0, of, 2)
         for batch in batches:
-            tree, state, _ = step(tree, state, batch)
+            tree, state, *_ = step(tree, state, batch)
         return tree, state
 
     (tree, state), want = trained(recipe), trained(None)
@@ -685,6 +701,7 @@ WRONG_ARGUMENTS = {
     "serve --checkpoint FOLDER": "cannot be served: [Errno 2] No such file or directory",
     "serve --preset small --out FOLDER": "nvfp4 exists already: remove it, name another --out, or pass --checkpoint",
     "train_lm --preset cpu --microbatches 3": "--microbatches must divide the batch, 16 sequences, got 3",
+    "train_lm --stats 0": f"argument --stats: {WHOLE} 0",
     "train_lm --steps 0": f"argument --steps: {WHOLE} 0",
     "serve_converted --steps 1.5": f"argument --steps: {WHOLE} 1.5",
     "serve_converted --steps many": f"argument --steps: {WHOLE} many",

@@ -6,19 +6,12 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jax import Array
 
 from jnvfp4 import stats
-from lm.config import Config
 from lm.model import PROJECTIONS, Tree
 
 NUMBERS = {"underflow_share": "nonzero elements that became 0, %", "relative_error": "relative error, %"}
 OPERANDS = {"x": "x (fprop)", "w": "w (fprop)", "dy": "dy (dgrad)"}
-
-
-def make_probes(config: Config, on: bool | Array = True) -> Tree:
-    """Returns the probes of all layers by name, stacked as the weights are; ``on`` is that of ``stats.probe``."""
-    return {name: stats.probe(on, (config.layers,)) for name in PROJECTIONS}
 
 
 def summary(found: dict[int, Tree]) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from lm.model import (
     bf16_linear,
     init_params,
     loss_fn,
+    make_probes,
     quantize_weights,
     quantized_linear,
     with_known,
     with_probes,
 )
-from lm.stats import make_probes
 
 # Optimizer
 
@@ -91,7 +91,7 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the jitted training step. It donates the weights and the optimizer state.
 
-    Without probes it is compiled without statistics. With them (``lm.stats.make_probes``) it returns their gradients.
+    Without probes it is compiled without statistics. With them (``make_probes``) it returns their gradients.
 
     Args:
       linear: product of the linear layers.

@@ -79,7 +79,7 @@ def linear(
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
       w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
         magnitudes saturate. None finds it here. A w that is quantized already takes none.
-      stats: float32 [3, 7], a probe (``jnvfp4.stats.probe``), whose gradient is the statistics of the FP4 tensors of x,
+      stats: a probe (``jnvfp4.stats.probe``), whose gradient is the statistics of the FP4 tensors of x,
         w and dy in this call. None collects nothing.
 
     Returns:

@@ -3,7 +3,7 @@
 They are counted from codes and scales that the layer makes anyway, and from what these were made of.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Literal, NamedTuple, overload
@@ -23,6 +23,7 @@ from .quantizer import Pair, named
 OPERANDS = ("x", "w", "dy")  # rows of a probe
 COLUMNS = ("calls", "nonzero", "underflow", "saturated", "subnormal_scales", "relative_error", "amax")
 SHAPE = (len(OPERANDS), len(COLUMNS))
+SWITCHED = (len(OPERANDS), len(COLUMNS) + 1)  # with a column that says whether the layer collects
 
 
 # ---------------------------------------------------------------- probes
@@ -34,24 +35,25 @@ def probe(on: ArrayLike = True, shape: tuple[int, ...] = ()) -> jax.Array | None
     """Makes the array whose gradient is the statistics of a layer: the argument ``stats`` of ``jnvfp4.linear``.
 
     Args:
-      on: whether the layer collects. A boolean that is traced, such as ``step % 100 == 0``, decides when the program
-        runs: each layer then has a ``lax.cond``, for which a GPU waits. True decides when it is traced, if the probe is
-        made inside ``jax.jit``, and so does False.
+      on: whether the layer collects. True and False decide when the program is traced. A boolean array, which may be
+        traced, such as ``step % 100 == 0``, decides when it runs, by a ``lax.cond`` for the forward pass of each layer
+        and one for its backward pass; a GPU waits for the host at each.
       shape: leading axes, such as the number of layers that ``lax.scan`` loops over.
 
     Returns:
-      float32 [*shape, 3, 7], ones where ``on``, else zeros; for False itself None, with which a layer has the program
-      that it has without statistics. ``jnvfp4.stats.read`` reads the gradient.
+      None for False, with which a layer has the program that it has without statistics. For True zeros, float32
+      [*shape, 3, 7], whose values mean nothing. For an array float32 [*shape, 3, 8], ones where it is true, else zeros.
+      ``jnvfp4.stats.read`` reads the gradient.
 
     Raises:
       TypeError: on is not one boolean.
     """
     if isinstance(on, bool):
-        return jnp.ones((*shape, *SHAPE), jnp.float32) if on else None
+        return jnp.zeros((*shape, *SHAPE), jnp.float32) if on else None
     array = Checks("probe").array("on", on)
     if array.dtype != bool or array.shape != ():
         raise TypeError(f"probe: on must be one boolean, got {describe(array)}")
-    return jnp.broadcast_to(array.astype(jnp.float32), (*shape, *SHAPE))
+    return jnp.broadcast_to(array.astype(jnp.float32), (*shape, *SWITCHED))
 
 
 _probes: ContextVar[Mapping[str, jax.Array | None] | None] = ContextVar("jnvfp4_probes", default=None)
@@ -99,9 +101,9 @@ def check_probe(check: Checks, name: str, value: object) -> jax.Array | None:
     if value is None:
         return None
     array = check.array(name, value)
-    if array.shape != SHAPE or array.dtype != jnp.float32:
+    if array.shape not in (SHAPE, SWITCHED) or array.dtype != jnp.float32:
         raise ValueError(
-            f"{check.op}: {name} must be float32 of shape {SHAPE}, as jnvfp4.stats.probe makes it, got "
+            f"{check.op}: {name} must be float32 of shape {SHAPE} or {SWITCHED}, as jnvfp4.stats.probe makes it, got "
             f"{array.dtype} of shape {array.shape}"
         )
     return array
@@ -146,9 +148,13 @@ def backward(saved: jax.Array | None, dy: Made) -> jax.Array | None:
 
 
 def _switched(rows: jax.Array, *made: Made) -> jax.Array:
-    """Measures where the rows of the probe are not zero, else returns these zeros."""
-    measured: Callable[[], jax.Array] = lambda: jnp.stack([of.measured() for of in made])  # noqa: E731
-    return lax.cond(jnp.any(rows != 0), measured, lambda: rows)
+    """Measures; where a switch of the probe is off, returns its rows, which are zeros."""
+
+    def measured() -> jax.Array:
+        found = jnp.stack([of.measured() for of in made])
+        return jnp.pad(found, ((0, 0), (0, rows.shape[-1] - found.shape[-1])))
+
+    return measured() if rows.shape[-1] == SHAPE[-1] else lax.cond(rows[0, -1] != 0, measured, lambda: rows)
 
 
 # ---------------------------------------------------------------- one tensor
