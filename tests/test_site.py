@@ -19,7 +19,7 @@ SHOWN = {page.name: re.findall(r"^::: (\S+)$", page.read_text(), flags=re.M) for
 TYPES = SHOWN.pop("types.md")  # what signatures name, also of private modules; their definition says all
 LISTED = [name for names in SHOWN.values() for name in names]
 PUBLIC_MODULES = ("", "checkpoints", "equinox", "flax", "flax.linen", "flax.nnx", "haliax", "policy", "qwix", "recipes")
-PUBLIC_MODULES += ("attention", "remat", "sharding")
+PUBLIC_MODULES += ("attention", "calibration", "remat", "sharding", "stats")
 ELSEWHERE = {"jnvfp4.recipes.Recipe", "jnvfp4.policy.Policy", "jnvfp4.policy.Rule"}
 WHOLE = {"jnvfp4.reference", "jnvfp4.spec.four_over_six"}  # a module, with all that it has; and one name of another
 
