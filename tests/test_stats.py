@@ -63,6 +63,8 @@ def random(shape, dtype, seed):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * np.exp2(rng.integers(-12, 3, size=shape)) * (rng.random(shape) > 0.2)
     x[..., ::17] *= 20
+    x[..., ::5, 16:32] = 0  # and scales that are subnormal
+    x[..., 1::5, 32:48] *= 2.0**-12
     scale = 2.0 ** [0, 10, -60][seed % 3] if dtype != "float16" else 1
     return jnp.asarray(x * scale, dtype)
 

@@ -228,12 +228,12 @@ def _forward(
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
     x_row, x_t = quantizer.pair(x, (of_x, of_x_t), quantizer.key_of(X, of_x, of_x_t), unit=recipe.unit_of_wgrad)
-    of_x_made = Made(x, (x_row, x_t))
+    made_of_x = Made(x, (x_row, x_t))
     qx, saved_x = _named(x if x_row is None else x_row, kept_x, x_t, x)
     if isinstance(w, NVFP4Tensor):
         # w is an argument, which a policy that saves residuals by their name need not copy.
         y = products.fprop(qx, weights.for_fprop(unpack(w)), bias)
-        return y, (None, w, key, group_sizes, statistics.forward(stats, of_x_made, None))
+        return y, (None, w, key, group_sizes, statistics.forward(stats, made_of_x, Made(x, (None, None))))
     if isinstance(known, tuple):  # arguments, as above
         w_row, w_t = map(unpack, known)
         qw, saved_w = w_row, _saved(kept_w, w_row, w_t, w)
@@ -248,7 +248,8 @@ def _forward(
     else:
         qw = weights.for_fprop(qw)
         y = products.fprop(qx, qw, bias)
-    found = statistics.forward(stats, of_x_made, Made(weights.as_nk(w), (w_row, w_t), matrices=True))
+    made_of_w = Made(w if stats is None else weights.as_nk(w), (w_row, w_t), matrices=True)
+    found = statistics.forward(stats, made_of_x, made_of_w)
     return y, (pack(saved_x), pack(qw if kept_w == "forward" else saved_w), key, group_sizes, found)
 
 

@@ -132,14 +132,9 @@ class Made(NamedTuple):
         return measure(jnp.pad(turned, ((0, 0),) * (x.ndim - 1) + ((0, more),)) if more else turned, col, x.size)
 
 
-def forward(stats: jax.Array | None, x: Made, w: Made | None) -> jax.Array | None:
+def forward(stats: jax.Array | None, x: Made, w: Made) -> jax.Array | None:
     """Returns what the forward pass saves: the rows of x and w, and that of the probe for dy."""
-    if stats is None:
-        return None
-    rows = stats[:2] if w is not None else stats[:1]
-    found = _switched(rows, *([x] if w is None else [x, w]))
-    rest = jnp.zeros_like(stats[1:2]) if w is None else stats[:0]  # a frozen w was not quantized here
-    return named(jnp.concatenate([found, rest, stats[2:]]), True)
+    return None if stats is None else named(jnp.concatenate([_switched(stats[:2], x, w), stats[2:]]), True)
 
 
 def backward(saved: jax.Array | None, dy: Made) -> jax.Array | None:
