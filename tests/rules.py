@@ -60,7 +60,7 @@ from jnvfp4 import Rule as PolicyRule
 from jnvfp4.attention import KVCache, append_kv, decode_attention
 from jnvfp4.calibration import gptq, hessian
 from jnvfp4.spec import four_over_six
-from jnvfp4.stats import quantization_report
+from jnvfp4.stats import probe, quantization_report, read
 
 F32, BF16, U8, I8, I32, E4M3 = jnp.float32, jnp.bfloat16, jnp.uint8, jnp.int8, jnp.int32, jnp.float8_e4m3fn
 RHT, ROW, WINDOW = Format(rht=True), Format("row"), Format("window64")
@@ -207,6 +207,10 @@ rule(text, (quantize, quantize_pair, fake_quant), a(16, 32), implementation="cud
 rule(text, (dequantize, transpose), t(16, 32), implementation="cuda")
 rule("implementation must be", dequantize, t(16, 32), implementation=1)
 rule("transpose must be True or False, got 'no'", quantize, a(16, 64), transpose="no")
+rule("stats must be float32 of shape (3, 7) or (3, 8)", linear, X, X, stats=a(3, 6))
+rule("stats must be float32 of shape ... got bfloat16", linear, X, X, stats=a(3, 7, dtype=BF16))
+rule("TypeError: on must be one boolean, got an array float32", probe, np.float32(1))
+rule("gradient must have shape ... got (7,)", read, a(7))
 rule("transpose must be True or False", quantization_report, X, transpose=1)
 rule("TypeError: spec must be a QuantSpec, got Format(", (quantize, fake_quant), a(8, 32), spec=Format())
 rule("TypeError: spec must be a QuantSpec", quantization_report, X, spec=None)

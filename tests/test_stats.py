@@ -429,6 +429,19 @@ def test_layers_of_nnx_models(driven):
     check_model(loss, probes)
 
 
+@pytest.mark.parametrize(
+    ("probes", "message"),
+    [
+        ([], "probes must be a dict of probes by path"),
+        ({1: None}, "probes must have strings for paths, got 1"),
+        ({"up": jnp.ones(7)}, r"probes\['up'\] must be float32 of shape \(3, 7\)"),
+    ],
+)
+def test_wrong_probes_are_refused(probes, message):
+    with pytest.raises((TypeError, ValueError), match=message), stats.collect(probes):
+        pass
+
+
 def test_a_function_that_was_traced_before_takes_the_probes_of_this_step():
     """Its trace of another step would bring probes from there, whose gradient is zero here."""
     x, w, dy = first(SMALL)
