@@ -429,6 +429,20 @@ def test_layers_of_nnx_models(driven):
     check_model(loss, probes)
 
 
+def test_layers_of_equinox_models():
+    """Where a custom rule of vmap multiplies all tokens at once."""
+    eqx = pytest.importorskip("equinox")
+    mlp = eqx.nn.MLP(32, 32, 64, 1, key=KEY)
+    probes = by_path(NEAREST.explain(mlp))
+    mlp = jnvfp4.equinox.apply(mlp, NEAREST)
+
+    def loss(probes):
+        with stats.collect(probes):
+            return jnp.sum(jnp.sin(jax.vmap(mlp)(jnp.linspace(-1, 2, 16 * 32).reshape(16, 32))))
+
+    check_model(loss, probes)
+
+
 @pytest.mark.parametrize(
     ("probes", "message"),
     [
