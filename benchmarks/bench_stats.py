@@ -20,7 +20,7 @@ from jnvfp4 import recipes
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # for lm, the language model of the examples
 
 STEPS, ROUNDS = 10, 6
-MOST = 1.03  # times the step without statistics
+MOST = 1.03  # times the step without statistics, on a GPU
 
 
 def programs(case: str, size: str) -> dict[str, Callable[[], Any]]:
@@ -67,7 +67,8 @@ def measure(case: str, size: str) -> list[dict[str, Any]]:
         ratio = statistics.median(of) / statistics.median(times["none"])
         row = {"case": case, "op": f"statistics {name}", "median_us": round(1e6 * statistics.median(of), 1)}
         row |= {"clock": "wall", "time of none": round(ratio, 4)}
-        rows.append(row | ({"target": MOST, "met": ratio <= MOST} if name == "on" else {}))
+        judged = name == "on" and size == "gpu"
+        rows.append(row | ({"target": MOST, "met": ratio <= MOST} if judged else {}))
     return rows
 
 
