@@ -140,7 +140,7 @@ def rates(groups: dict[str, Any], names: Cells) -> Iterable[list[str]]:
     """Tokens per second, and the speedup over bfloat16."""
     for batch in filter(groups.get, ("1", "8", "16", "64")):
         rate = {name: of["tokens_per_second"] for name, of in groups[batch].items()}
-        faster = [f"{rate[name]:.0f} ({rate[name] / rate['bf16']:.2f})" for name in names]
+        faster = [f"{rate[name]:.0f} ({rate[name] / rate['bf16']:.2f})" if name in rate else "" for name in names]
         yield [batch, f"{rate['bf16']:.0f}", *faster]
 
 
@@ -209,15 +209,33 @@ def quantized_models() -> Iterable[Cells]:
         yield [row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed]
 
 
+PEERS = ("bf16 cudnn", "bf16 torch cudnn", "bf16 torch flash")
 KV4 = ("W4A16", "W4A4", "W4A16 KV4", "W4A4 KV4")
 
 
 def caches() -> Iterable[Cells]:
-    for file in "h100_serve", "h100_serve_32k":
+    for file in ("h100_serve", "h100_serve_head", "h100_serve_lengths"):
+        head = ", head too" if load(file)["head"] == "nvfp4" else ""
         for tokens, groups in load(file)["prompts"].items():
             for batch, *of in rates(groups, KV4):
-                yield batch, f"{int(tokens):,}", *of
+                yield f"{batch}{head}", f"{int(tokens):,}", *of
     yield "perplexity", "", *(f"{of['perplexity']:.3f}" for of in load("cpu_serve_small")["text"].values())
+
+
+def attention() -> Iterable[Cells]:
+    """Microseconds; of ours, the speed of the fastest bfloat16 attention, and the share of the memory's rate."""
+    rows: dict[str, dict[str, Any]] = {}
+    for row in load("h100_attention")["rows"]:
+        rows.setdefault(row["case"], {})[row["op"]] = row
+    for case, of in rows.items():
+        if case.endswith("x2048") and case != "1x2048":
+            continue
+        peers = [f"{of[op]['median_us']:.1f}" if op in of else "" for op in PEERS]
+        ours = [
+            f"{row['median_us']:.1f} ({row['speed of the fastest bf16']:.2f})"
+            for row in (of["nvfp4"], of["nvfp4 paged"])
+        ]
+        yield *(f"{int(n):,}" for n in case.split("x")), *peers, *ours, str(of["nvfp4"]["GB/s"])
 
 
 def summary() -> Iterable[Cells]:
@@ -229,8 +247,8 @@ def summary() -> Iterable[Cells]:
         return f"{min(speeds):.1f} to {max(speeds):.1f}x"
 
     quantizer = float(cell("h200_quantize", "large", "nvfp4", "times naive"))
-    decoding = load("h200_serve")["prompts"]["32"]["1"]["W4A16"]["times_bf16"]
-    with_cache = load("h100_serve_32k")["prompts"]["32704"]["8"]["W4A16 KV4"]["times_bf16"]
+    decoding = load("h100_serve")["prompts"]["128"]["1"]["W4A16"]["times_bf16"]
+    with_cache = load("h100_serve_lengths")["prompts"]["32704"]["8"]["W4A16 KV4"]["times_bf16"]
     _, (_, _, slower, *_) = training_steps()  # of pretrain
     gemm = f"{faster(1, 8)}; {faster(16, 64)}; {faster(128, 8192)} as fast"
     yield "memory of weights", f"{2 / 0.5625:.1f}x smaller: 0.5625 bytes per value"
@@ -252,10 +270,6 @@ TABLES = {
     ),
     "gemm": Table("M | " + " | ".join(f"{shape(of)}: bfloat16 | W4A4 | W4A16" for of in LAYERS), products),
     "steady": Table("M | " + " | ".join(f"{shape(of)}: W4A4 | W4A16" for of in LAYERS), steady),
-    "decode": Table(
-        "tokens at a time | bfloat16 | W4A16 | W4A4, which also quantizes each token",
-        lambda: rates(load("h200_decode_mlp")["tokens"], ("W4A16", "W4A4")),
-    ),
     "grouped": Table(
         "tokens | experts G x N x K | loop | `ragged_dot` | W4A4 | W4A16 | W4A4 pinned",
         cases("h200_grouped", EXPERTS, *GROUPED),
@@ -273,8 +287,9 @@ TABLES = {
     ),
     "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
     "quantized": Table("quantized | recipe | perplexity | loss above bf16, % | closed, %", quantized_models),
-    "serving": Table(
-        "sequences | bfloat16 | W4A16 | W4A4", lambda: rates(load("h200_serve")["prompts"]["32"], ("W4A16", "W4A4"))
+    "attention": Table(
+        "sequences | tokens | bfloat16: cuDNN by JAX | by PyTorch | flash by PyTorch | NVFP4 | in pages | GB/s",
+        attention,
     ),
     "caches": Table("sequences | tokens | bfloat16 | W4A16 | W4A4 | W4A16 KV4 | W4A4 KV4", caches),
     "sharded": Table(

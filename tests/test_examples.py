@@ -68,21 +68,6 @@ def test_processes_have_the_same_bytes(tmp_path):
     assert len(set(re.findall(r"NVFP4: losses (.*)", parts))) == 1
 
 
-@pytest.mark.long
-def test_decode_mlp_measures_tokens_per_second(tmp_path):
-    needs_plots()
-    arguments = ("--width", "64", "--hidden", "160", "--layers", "1", "--tokens", "1", "3", "--out", "out")
-    out = run("decode_mlp.py", *arguments, cwd=tmp_path)
-    assert "weights: 0.0 MB in bf16, 0.0 MB in NVFP4" in out
-    results = json.loads((tmp_path / "out/decode_mlp.json").read_text())
-    assert results["weight_bytes"] == {"bf16": 2 * 2 * 64 * 160, "NVFP4": 64 * 160 * 2 * 9 // 16 + 8}
-    assert list(results["tokens"]) == ["1", "3"]
-    for row in results["tokens"].values():
-        assert all(row[name]["tokens_per_second"] > 0 for name in ("bf16", "W4A16", "W4A4"))
-        assert 0 == row["bf16"]["relative_error"] < row["W4A16"]["relative_error"] < row["W4A4"]["relative_error"] < 0.5
-    assert (tmp_path / "out/decode_mlp.png").read_bytes().startswith(PNG)
-
-
 def needs_plots() -> None:
     pytest.importorskip("matplotlib", reason="needs the extra [examples]")
     pytest.importorskip("tqdm", reason="needs the extra [examples]")

@@ -47,8 +47,8 @@ ROTATED = Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized
 CONFIGS = {
     "pretrain": Config(recipes.pretrain(), (32, 64)),
     "rotated": Config(ROTATED, (48, 64), dtype="float32"),
-    "rows": Config(recipes.row_scaled(), (2, 32, 64), dtype="float16"),
-    "windows": Config(recipes.window64(), (2, 64, 128), 64),
+    "rows": Config(recipes.row_scaled(), (2, 512, 64), dtype="float16"),  # so many rows that one in eight is measured
+    "windows": Config(recipes.window64(), (16, 64, 128), 64),  # as here
     "4over6": Config(recipes.four_over_six("all"), (32, 96), dtype="float32", w_dtype="bfloat16"),
     "tiles": Config(Recipe((NVFP4_2D, NVFP4_2D), (NVFP4_SR, NVFP4_2D)), (32, 64), 32),
     "only gradients": Config(replace(recipes.pretrain(), fprop=None), (40, 64)),  # tokens are padded to 48
@@ -92,6 +92,8 @@ def count(x, t) -> np.ndarray:
     codes = E2M1[np.asarray(reference.unpack_codes(t.data)) & 7].reshape(x64.shape)
     step = np.where(scale == 0, 0, scale.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
     step = (step * amax / (6 * t.format.e4m3_max))[..., None]
+    if np.prod(scale.shape[:-1]) >= 1024:
+        x64, codes, step, scale = x64[..., ::8, :, :], codes[..., ::8, :, :], step[..., ::8, :, :], scale[..., ::8, :]
     shares = [
         np.mean(x64 != 0),
         np.mean((x64 != 0) & (codes == 0)),
@@ -281,7 +283,7 @@ def test_devices_exchange_scalars(cpu):
     )
     assert others["with"] == others["without"]
     counts = {name: sum(elements(shape) for _, shape in of) for name, of in sums.items()}
-    assert counts["with"] - counts["without"] == 3 * 6
+    assert counts["with"] - counts["without"] == 3 * 7
 
 
 def test_devices_of_a_shard_map_are_calls(cpu):

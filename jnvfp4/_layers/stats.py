@@ -3,6 +3,7 @@
 They are counted from codes and scales that the layer makes anyway, and from what these were made of.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from .quantizer import Pair, named
 
 OPERANDS = ("x", "w", "dy")  # rows of a probe
 COLUMNS = ("calls", "nonzero", "underflow", "saturated", "subnormal_scales", "relative_error", "amax")
+EVERY, MANY = 8, 1024  # one row in so many is measured, of tensors with so many rows: all would cost 14 % of a step
 SHAPE = (len(OPERANDS), len(COLUMNS))
 SWITCHED = (len(OPERANDS), len(COLUMNS) + 1)  # with a column that says whether the layer collects
 
@@ -155,11 +157,12 @@ def _switched(rows: jax.Array, *made: Made) -> jax.Array:
 # ---------------------------------------------------------------- one tensor
 def measure(x: jax.Array, t: NVFP4Tensor, size: int) -> jax.Array:
     """Returns the row of one call for a tensor and what it was made of, x [..., M, K] with zeros beyond ``size``."""
-    largest, stored = t.tensor_amax, with_scale_bytes(t)
-    params = MeasureParams(t.format)
+    largest, stored, rows = t.tensor_amax, with_scale_bytes(t), math.prod(x.shape[:-1])
+    params = MeasureParams(t.format, EVERY if rows >= MANY else 1)
     counts, sums = bind(measure_p, x, *parts_of(stored), largest, params=params, implementation=None)
-    sizes = np.array([size, size, size, t.scale.size], np.float32)
+    of_row = np.array([size, size, size, t.scale.size], np.float32) / np.float32(max(rows, 1))
+    *counts, seen = counts.astype(jnp.float32)
     error, norm = sums
     relative = jnp.where(norm == 0, np.float32(0), jnp.sqrt(error / norm))
-    shares = counts.astype(jnp.float32) / np.maximum(sizes, 1)
+    shares = jnp.stack(counts) / jnp.maximum(seen * of_row, np.float32(1))
     return jnp.concatenate([jnp.ones(1, jnp.float32), shares, jnp.stack([relative, largest])])

@@ -5,6 +5,7 @@ primitive so that devices add their sums by one all-reduce; XLA gathers what a r
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,13 +23,14 @@ from ._base import Backend, Body, Partition, Proposal, make_primitive
 from ._batching import batch_size, batched
 
 CLIP = np.float32(6 * (1 + 2**-20))  # 6, and room for the roundings of the quantizer and of what compares with it
-COUNTS, SUMS = 4, 2
+COUNTS, SUMS = 5, 2
 
 
 class MeasureParams(NamedTuple):
     """Holds the static parameters of ``nvfp4_measure``."""
 
     format: Format
+    every: int  # one of so many rows along the axis before the last is looked at
     keep: int = 0  # leading axes that vmap has added, of all operands and results
 
 
@@ -38,11 +40,13 @@ def _abstract(p: MeasureParams, x: ShapedArray, *_parts: ShapedArray) -> list[Sh
 
 
 def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Counts nonzero elements, underflows, saturations and subnormal scales, and sums squares of errors and elements.
+    """Counts nonzero elements, underflows, saturations, subnormal scales and rows; sums squares of errors and elements.
 
     Squares are in units of the power of two next to ``largest``. A factor of an amax is one too, so it rounds nothing.
     """
-    x, data, scale, amax, largest = operands
+    *parts, largest = operands
+    x, data, scale, amax = (_some_rows(p, part, parts[0].ndim - 2) for part in parts)
+    rows = jnp.full(scale.shape[: p.keep], math.prod(scale.shape[p.keep : -1]), jnp.int32)
     own, largest = _aligned(amax, scale), _aligned(largest, scale)
     blocks, factor = x.reshape(*scale.shape, BLOCK), inverse_power(own)
     values, nonzero = _rotated(blocks, factor) if p.format.rht else _magnitudes(blocks, factor)
@@ -58,7 +62,12 @@ def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequenc
         error, norm = error * ratio, norm * ratio
     subnormal = ((scale & 0x78 == 0) & (scale & 7 != 0)).astype(jnp.int32)
     found = _sums(range(p.keep, scale.ndim), nonzero, nonzero - coded, saturated, subnormal, error, norm)
-    return [jnp.stack(found[:COUNTS], -1), jnp.stack(found[COUNTS:], -1)]
+    return [jnp.stack([*found[:-SUMS], rows], -1), jnp.stack(found[-SUMS:], -1)]
+
+
+def _some_rows(p: MeasureParams, part: jax.Array, axis: int) -> jax.Array:
+    """Takes the rows that are looked at of x, codes, block scales, or amaxes if each row has one."""
+    return lax.slice_in_dim(part, 0, None, p.every, axis=axis) if part.ndim > axis else part
 
 
 def _aligned(amax: jax.Array, scale: jax.Array) -> jax.Array:
