@@ -229,6 +229,8 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mae)")
     add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
+    text = "scale that maps the largest of 16 to 6, or the one of least error (default max6)"
+    add("--scales", choices=("max6", "search"), default="max6", help=text)
     option("share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
 
     add, option = group("selection", 'MODEL OUTPUT --ignore "*.o_proj" --strict')
@@ -279,6 +281,11 @@ def _options(a: argparse.Namespace) -> ConvertOptions:
 
 
 def _spec(a: argparse.Namespace) -> QuantSpec:
+    if a.scales == "search" and (a.two_d or a.recipe == "4over6"):
+        other = "--2d is used" if a.two_d else f"--recipe is {a.recipe}"
+        raise CommandError(f"--scales is search and {other}", "1x16 blocks of recipe nvfp4 or row-scaled")
+    if a.scales == "search" and a.backend == "cuda":
+        raise CommandError("--scales is search and --backend is cuda", "another one, as GPUs have no kernel for it")
     if a.recipe == "4over6":
         return four_over_six(a.error or "mae", e4m3_max=a.e4m3_max or 256, block_rows=16 if a.two_d else 1)
     for flag, value in (("--4over6-err-mode", a.error), ("--e4m3-max", a.e4m3_max)):
@@ -287,8 +294,8 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
     if a.recipe == "row-scaled":
         if a.two_d:
             raise CommandError("--2d is used and --recipe is row-scaled", "1x16 blocks, without --2d")
-        return ROW_SCALED
-    return NVFP4_2D if a.two_d else NVFP4
+        return dataclasses.replace(ROW_SCALED, select=a.scales)
+    return NVFP4_2D if a.two_d else dataclasses.replace(NVFP4, select=a.scales)
 
 
 def _model(a: argparse.Namespace) -> Path:

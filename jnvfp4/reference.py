@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from ._core.softfloat import (
     ABS,
+    INF,
     NAN,
     SIGN,
     Bits,
@@ -213,15 +214,19 @@ def scaled_difference(q: Bits, x: Bits, scale: Bits, encode: Bits) -> Bits:
     return sub(mul(q, scale), mul(x, encode))
 
 
-def add_error(total: Bits, difference: Bits, squared: bool) -> Bits:
+def add_error(total: Bits, difference: Bits, squared: bool, weight: Bits | None = None) -> Bits:
     """Adds one element's error to the sum of a row of 16."""
-    return add(total, mul(difference, difference) if squared else difference & ABS)
+    error = mul(difference, difference) if squared else difference & ABS
+    return add(total, error if weight is None else mul(error, weight))
 
 
-def _sum_errors(differences: Bits, squared: bool) -> Bits:
+def _sum_errors(differences: Bits, squared: bool, weights: Bits | None = None) -> Bits:
     """Sums the errors of [..., 16] from element 0 to 15. A loop, since sixteen unrolled steps take long to compile."""
-    start = jnp.zeros(differences.shape[:-1], jnp.uint32)
-    return lax.fori_loop(0, BLOCK, lambda i, total: add_error(total, differences[..., i], squared), start)
+
+    def step(i: jax.Array, total: Bits) -> Bits:
+        return add_error(total, differences[..., i], squared, None if weights is None else weights[..., i])
+
+    return lax.fori_loop(0, BLOCK, step, jnp.zeros(differences.shape[:-1], jnp.uint32))
 
 
 def row_error_strict(x: Bits, q: Bits, scale: Bits, amax: Bits, e4m3_max: int, squared: bool) -> Bits:
@@ -244,6 +249,22 @@ def tile_error(rows: Bits) -> Bits:
 def choose_four(error_six: Bits, error_four: Bits) -> jax.Array:
     """Tells whether to map to 4; a tie or a NaN maps to 6. Errors are not negative, so their bits order as they do."""
     return (error_four < error_six) & ~is_nan(error_six)
+
+
+# ---------------------------------------------------------------- search: which of eleven block scales
+def search_offset(i: jax.Array) -> jax.Array:
+    """Returns how many codes the i-th scale that is tried is from the one of the plain rule: 0, -3..-1, 1..7."""
+    return jnp.where(i == 0, 0, jnp.where(i < 4, i - 4, i - 3))
+
+
+def search_candidate(rule: jax.Array, offset: jax.Array) -> jax.Array:
+    """Returns the scale that is so many E4M3 codes away; the ends are 0 and 448. -> uint8"""
+    return jnp.clip(rule.astype(jnp.int32) + offset, 0, 126).astype(jnp.uint8)
+
+
+def improves(error: Bits, least: Bits) -> jax.Array:
+    """Tells whether an error is below the least so far; a tie or a NaN is not."""
+    return (error < least) & ~is_nan(least)
 
 
 # ---------------------------------------------------------------- decoding and products
@@ -379,6 +400,30 @@ def _choose(x: Bits, block_amax: Bits, amax: Bits, decode: Bits, spec: QuantSpec
     return jnp.where(four, scales[1], scales[0]), jnp.where(four[..., None], codes[1], codes[0])
 
 
+def search_scales(
+    x: Bits, rule: jax.Array, encode: Bits, decode: Bits, weights: Bits | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Searches the scales of blocks [..., 16] around those of the plain rule, [...]. -> scale, codes
+
+    ``encode`` and ``decode``, S_enc and S_dec, are [...] or broadcast. ``weights`` of the squared errors, which are not
+    negative, broadcast with x.
+    """
+
+    def error_of(codes: jax.Array, scale: jax.Array) -> Bits:
+        differences = scaled_difference(e2m1_decode(codes), x, e4m3_decode(scale)[..., None], encode[..., None])
+        return _sum_errors(differences, True, weights)
+
+    def try_one(i: jax.Array, best: tuple) -> tuple:
+        scale = search_candidate(rule, search_offset(i))
+        error = error_of(_encode(x, scale, decode), scale)
+        lower = improves(error, best[0])
+        return jnp.where(lower, error, best[0]), jnp.where(lower, scale, best[1])
+
+    # A loop, since every operation here is many instructions to compile.
+    _, scale = lax.fori_loop(0, 11, try_one, (jnp.full(rule.shape, INF), rule))
+    return scale, _encode(x, scale, decode)
+
+
 def quantize(
     x: jax.Array,
     spec: QuantSpec,
@@ -404,14 +449,17 @@ def quantize(
     block_amax = amax_bits(blocks, axis=-1)
     if spec.block_rows == BLOCK:
         block_amax = over_tiles(block_amax, lambda tiles: jnp.max(tiles, axis=-2))
-    if spec.select != "max6":
+    if spec.select in ("mae", "mse"):
         scale, codes = _choose(blocks, block_amax, amaxes, decode, spec)
     else:
         scale, random = block_scale(block_amax, block_mult, spec.scale_headroom), None
         if spec.rounding == "stochastic":
             assert stream is not None
             random = block_bits(stream, rows, cols // BLOCK, row_blocks or cols // BLOCK, transpose)
-        codes = _encode(blocks, scale, decode, random)
+        if spec.select == "search":
+            scale, codes = search_scales(blocks, scale, encode_scale(amaxes, spec.format.e4m3_max), decode)
+        else:
+            codes = _encode(blocks, scale, decode, random)
     data = pack_codes(codes.reshape(x.shape))
     return data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax
 

@@ -20,7 +20,7 @@ WINDOW = 64  # elements that share one amax under scope "window64"
 _OF_FORMAT = {"amax_scope": ("tensor", "row", "window64"), "e4m3_max": (448, 256), "rht": (False, True)}
 _OF_SPEC = {
     "block_rows": (1, 16),
-    "select": ("max6", "mae", "mse"),
+    "select": ("max6", "mae", "mse", "search"),
     "error_math": ("fp32", "fp16"),
     "rounding": ("nearest", "stochastic"),
     "scale_headroom": (False, True),
@@ -83,7 +83,8 @@ class QuantSpec:
       format: how to read the result.
       block_rows: how many rows share a block scale: 1 (1x16 blocks) or 16 (16x16 tiles, for weights).
       select: how the block scale is chosen. "max6" maps the largest magnitude of the block to 6. "mae" and "mse" try 4
-        and 6, and take the one with the smaller error (4over6): of the sum of magnitudes, or of squares.
+        and 6, and take the one with the smaller error (4over6): of the sum of magnitudes, or of squares. "search" tries
+        the 11 E4M3 numbers that can have the least squared error, from 3 below that of "max6" to 7 above it.
       error_math: how 4over6 computes these errors: "fp32" of the dequantized values, or "fp16", which is faster, of the
         scaled ones.
       rounding: how values are rounded to E2M1: to "nearest" even, or "stochastic", which needs ``block_rows=1``, as a
@@ -99,7 +100,7 @@ class QuantSpec:
 
     format: Format = Format()
     block_rows: Literal[1, 16] = 1
-    select: Literal["max6", "mae", "mse"] = "max6"
+    select: Literal["max6", "mae", "mse", "search"] = "max6"
     error_math: Literal["fp32", "fp16"] = "fp32"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     scale_headroom: bool = False
@@ -118,17 +119,17 @@ class QuantSpec:
 
     def _contradiction(self) -> str | None:
         fmt, stochastic = self.format, self.rounding == "stochastic"
-        if self.select == "max6":
+        if self.select in ("max6", "search"):
             if fmt.e4m3_max == 256:
                 return 'e4m3_max=256 needs select="mae" or "mse"'
             if self.error_math == "fp16":
                 return 'error_math="fp16" needs select="mae" or "mse"'
-        elif stochastic:
+        if self.select != "max6" and stochastic:
             return (
                 f'rounding="stochastic" needs select="max6", not "{self.select}", which compares the errors of '
                 "values rounded to nearest"
             )
-        elif fmt.rht:
+        if self.select != "max6" and fmt.rht:
             return (
                 f'rht=True needs select="max6", not "{self.select}", whose errors are those of values that are '
                 "not rotated"
@@ -138,6 +139,8 @@ class QuantSpec:
                 'amax_scope="window64" needs block_rows=1, select="max6" and rounding="nearest", since the others are '
                 "defined for one amax per tensor or row"
             )
+        if self.select == "search" and self.block_rows == 16:
+            return 'block_rows=16 needs select="max6", "mae" or "mse", since a search is for 16 elements of a row'
         if fmt.amax_scope == "row" and (self.block_rows == 16 or stochastic):
             return (
                 'amax_scope="row" needs block_rows=1 and rounding="nearest", since a 16x16 tile has rows of several '
@@ -255,7 +258,7 @@ SUPPORTED_SPECS = _every_spec()
 
 def _fused_pairs() -> frozenset[tuple[QuantSpec, QuantSpec]]:
     alike = [NVFP4, NVFP4_SR, NVFP4_SR_UNBIASED, NVFP4_2D, ROW_SCALED, WINDOW64]
-    alike += [s for s in SUPPORTED_SPECS if s.select != "max6" and s.format.amax_scope == "tensor"]
+    alike += [s for s in SUPPORTED_SPECS if s.select in ("mae", "mse") and s.format.amax_scope == "tensor"]
     rotated = [(NVFP4, NVFP4_RHT), (NVFP4_SR, NVFP4_RHT_SR), (NVFP4_SR_UNBIASED, NVFP4_RHT_SR_UNBIASED)]
     return frozenset([*((s, s) for s in alike), *rotated])
 
@@ -265,11 +268,12 @@ FUSED_PAIRS = _fused_pairs()
 
 
 def name_of(spec: QuantSpec) -> str:
-    """Returns a short name, such as "NVFP4_RHT_SR" or "FOUR_OVER_SIX_2D_MAE_256"."""
+    """Returns a short name, such as "NVFP4_RHT_SR", "NVFP4_SEARCH" or "FOUR_OVER_SIX_2D_MAE_256"."""
     fmt, stochastic = spec.format, "_SR" * (spec.rounding == "stochastic")
     tiles = "_2D" * (spec.block_rows == BLOCK)
-    if spec.select != "max6":
+    if spec.select in ("mae", "mse"):
         row, fast = "_ROW" * (fmt.amax_scope == "row"), "_FAST" * (spec.error_math == "fp16")
         return f"FOUR_OVER_SIX{row}{tiles}_{spec.select.upper()}_{fmt.e4m3_max}{fast}"
     scope = {"tensor": "NVFP4", "row": "ROW_SCALED", "window64": "WINDOW64"}[fmt.amax_scope]
-    return f"{scope}{tiles}{'_RHT' * fmt.rht}{stochastic}{'_UNBIASED' * spec.scale_headroom}"
+    search = "_SEARCH" * (spec.select == "search")
+    return f"{scope}{tiles}{search}{'_RHT' * fmt.rht}{stochastic}{'_UNBIASED' * spec.scale_headroom}"

@@ -202,6 +202,32 @@ def encode_scales(scale, amax, ndim: int, e4m3_max: int = 448) -> np.ndarray:
         return np.minimum(np.float32(1) / (scale_values(scale) * s_dec), FLOAT_MAX)
 
 
+def search_by_formula(x: np.ndarray, amax, weights=None) -> tuple[np.ndarray, np.ndarray]:
+    """(codes, scale bytes) of finite x [..., M, K] with searched block scales; E is 448, and no amax 0."""
+    blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, BLOCK)
+    with np.errstate(over="ignore"):
+        s_enc = np.minimum(np.float32(2688) / per_block(amax, x.ndim), FLOAT_MAX)
+    base = np.abs(blocks).max(axis=-1) * (s_enc * np.float32(1 / 6))
+    rule = np.minimum(base, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+    def codes_of(scale):
+        with np.errstate(all="ignore"):
+            encode = np.minimum(np.float32(1) / (scale_values(scale) * (np.float32(1) / s_enc)), FLOAT_MAX)
+            scaled = np.clip(blocks * encode[..., None], -6, 6)
+        return scaled.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+
+    least, best = np.full(rule.shape, np.inf, np.float32), rule
+    for offset in (0, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7):
+        scale = np.clip(rule.astype(int) + offset, 0, 126).astype(np.uint8)
+        difference = e2m1_values(codes_of(scale)) * scale_values(scale)[..., None] - blocks * s_enc[..., None]
+        squares = difference * difference
+        error = np.zeros(rule.shape, np.float32)
+        for term in np.moveaxis(squares if weights is None else squares * weights, -1, 0):
+            error = error + term
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    return codes_of(best).reshape(x.shape), best
+
+
 def dequantize_by_formula(data, scale, amax, e4m3_max: int = 448, dtype=np.float32) -> np.ndarray:
     """cast(fl(q * fl(fl(s * amax) * fl(1 / (6 * e4m3_max)))))"""
     codes = unpack_codes(data)

@@ -12,7 +12,7 @@ from helpers import amax_shape
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jnvfp4 import NVFP4Tensor
+from jnvfp4 import NVFP4Tensor, QuantSpec
 from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR_UNBIASED, ROW_SCALED, WINDOW64, four_over_six
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -25,6 +25,7 @@ SPECS = {
     "window64": WINDOW64,
     "4over6": four_over_six(),
     "4over6_2d": four_over_six(block_rows=16),
+    "search": QuantSpec(select="search"),
 }
 VARIED_SPECS = (NVFP4, NVFP4_2D, NVFP4_RHT, ROW_SCALED, WINDOW64, NVFP4_RHT_SR_UNBIASED, four_over_six(block_rows=16))
 X = Case("x", (512, 1024))  # either axis splits into eight times 64

@@ -535,12 +535,18 @@ rule("...window64 goes with neither rht nor e4m3_max=256", Format, "window64", r
 rule('...rht needs amax_scope="tensor" and e4m3_max=448', Format, "row", rht=True)
 rule("format must be a Format, got 'tensor'", QuantSpec, "tensor")
 rule("block_rows must be 1 or 16, got 2", QuantSpec, block_rows=2)
-rule("select must be 'max6', 'mae' or 'mse', got 'max4'", QuantSpec, select="max4")
+rule("select must be 'max6', 'mae', 'mse' or 'search', got 'max4'", QuantSpec, select="max4")
 rule("error_math must be 'fp32' or 'fp16', got 'bf16'", QuantSpec, select="mse", error_math="bf16")
 rule("rounding must be 'nearest' or 'stochastic', got 'up'", QuantSpec, rounding="up")
 text = """...e4m3_max=256 needs select="mae" or "mse"...got format=Format(...e4m3_max=256..., select='max6'"""
 rule(text, QuantSpec, Format(e4m3_max=256))  # which has no name
 rule('...error_math="fp16" needs select="mae" or "mse"', QuantSpec, error_math="fp16")
+rule('...e4m3_max=256 needs select="mae" or "mse"', QuantSpec, Format(e4m3_max=256), select="search")
+rule('...error_math="fp16" needs select="mae" or "mse"', QuantSpec, select="search", error_math="fp16")
+rule('...rounding="stochastic" needs select="max6", not "search"', QuantSpec, select="search", rounding="stochastic")
+rule('...rht=True needs select="max6", not "search"', QuantSpec, RHT, select="search")
+rule('...needs block_rows=1, select="max6" and rounding="nearest"', QuantSpec, WINDOW, select="search")
+rule('...block_rows=16 needs select="max6", "mae" or "mse"', QuantSpec, block_rows=16, select="search")
 rule('...rounding="stochastic" needs select', QuantSpec, select="mse", rounding="stochastic")
 rule('...rht=True needs select="max6", not "mae"', QuantSpec, RHT, select="mae")
 for scope in (ROW, WINDOW):

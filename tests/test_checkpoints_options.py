@@ -125,6 +125,9 @@ WRONG_USAGE = [
     ("--e4m3-max 256", "--e4m3-max is 256 and --recipe is nvfp4; expected --recipe 4over6"),
     ("--4over6-err-mode mae", "--4over6-err-mode is mae and --recipe is nvfp4; expected --recipe 4over6"),
     ("--4over6-err-mode mse --recipe row-scaled --format te", "--4over6-err-mode is mse and --recipe is row-scaled;"),
+    ("--scales search --2d", "--scales is search and --2d is used; expected 1x16 blocks of recipe nvfp4 or row-scaled"),
+    ("--scales search --backend cuda", "--scales is search and --backend is cuda; expected another one, as GPUs"),
+    ("--scales search --recipe 4over6", "--scales is search and --recipe is 4over6; expected 1x16 blocks of recipe"),
     ("--input-amax 1 --weight-only", "--input-amax is 1.0 and --weight-only is used; expected one of them"),
     ("--input-amax 1.0 --format te", "--input-amax is 1.0 and --format is te; expected one of them"),
     ("--input-amax nofile.json", "'nofile.json' is no file; expected a number or a JSON file"),
@@ -174,6 +177,7 @@ def test_shards_have_the_names_of_the_input(tmp_path):
 
 COMMANDS = ("convert", "inspect", "lint", "verify", "repack", "dequantize", "diff")
 FOUR_OVER_SIX = ["--recipe", "4over6"]
+SEARCH = jnvfp4.QuantSpec(select="search")
 SPECS = [
     ([], jnvfp4.NVFP4),
     (["--2d"], jnvfp4.NVFP4_2D),
@@ -183,6 +187,12 @@ SPECS = [
     ([*FOUR_OVER_SIX, "--4over6-err-mode", "mse"], jnvfp4.spec.four_over_six("mse")),
     ([*FOUR_OVER_SIX, "--4over6-err-mode", "mae", "--e4m3-max", "256"], jnvfp4.spec.four_over_six()),
     (["--recipe", "row-scaled", "--format", "te"], jnvfp4.ROW_SCALED),
+    (["--scales", "max6", "--2d"], jnvfp4.NVFP4_2D),
+    (["--scales", "search"], SEARCH),
+    (
+        ["--scales", "search", "--recipe", "row-scaled", "--format", "te"],
+        dataclasses.replace(jnvfp4.ROW_SCALED, select="search"),
+    ),
 ]
 FLAGS = {
     "--preset moe-experts": {"preset": "moe-experts"},

@@ -39,6 +39,7 @@ RECIPES = [
     ({"layout": "te", "spec": jnvfp4.NVFP4_2D}, "nvfp4, 16x16 blocks, layout te"),
     ({"layout": "compressed-tensors", "spec": jnvfp4.spec.four_over_six()}, "4over6, 1x16 blocks"),
     ({"layout": "te", "spec": jnvfp4.ROW_SCALED}, "row-scaled, 1x16 blocks, layout te"),
+    ({"spec": jnvfp4.QuantSpec(select="search")}, "nvfp4-search, 1x16 blocks, layout modelopt"),
 ]
 
 

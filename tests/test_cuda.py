@@ -7,11 +7,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_same_tensor
 
-from jnvfp4 import dequantize, quantize, quantize_pair, transpose
+from jnvfp4 import Format, QuantSpec, dequantize, quantize, quantize_pair, transpose
 from jnvfp4._primitives._base import bind
 from jnvfp4._primitives._sides import Side
 from jnvfp4._primitives.quantize import quantize_p
@@ -177,6 +178,15 @@ def test_more_matrices_than_a_dimension_of_the_grid(gpu, spec):
 
     got, want = (jax.jit(jax.vmap(each))(*jax.device_put((x, keys), d)) for d in (gpu, cpu))
     assert_same_tensor(got, want)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "row"])
+def test_gpus_search_by_the_reference(gpu, scope):
+    spec, x = QuantSpec(Format(scope), select="search"), np.random.default_rng(0).standard_normal((2, 48, 80))
+    x = jnp.asarray(x, jnp.bfloat16)
+    assert_same_tensor(*(quantize(jax.device_put(x, d), spec) for d in (gpu, jax.devices("cpu")[0])))
+    with pytest.raises(NotImplementedError, match=r"implementation='native' cannot run here: no kernel for select"):
+        quantize(jax.device_put(x, gpu), spec, implementation="native")
 
 
 # Data on which the two errors of 4over6 are far apart, close, or the same.

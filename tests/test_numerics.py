@@ -351,6 +351,21 @@ def test_tile_error(tables):
     check(tables, "tile_error", by_rule, bits(want[:, 0]))
 
 
+# ---------------------------------------------------------------- search
+def test_search(tables):
+    """The scales around each one, and a comparison that NaN and ties fail."""
+    i = np.arange(127 * 11, dtype=np.int32)
+    offsets = np.array([0, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7], np.int32)
+    want = np.clip(i // 11 + offsets[i % 11], 0, 126).astype(np.uint8)
+    by_rule = by_reference(
+        lambda i: reference.search_candidate((i // 11).astype(jnp.uint8), reference.search_offset(i % 11)), i
+    )
+    check(tables, "search_candidate", by_rule, want)
+    other = MAGNITUDES[hashed(np.arange(65536, dtype=np.uint32)) & 0xFFFF]
+    want = (MAGNITUDES.view(np.float32) < other.view(np.float32)).astype(np.uint8)
+    check(tables, "improves", by_reference(reference.improves, MAGNITUDES, other).astype(np.uint8), want)
+
+
 # ---------------------------------------------------------------- operations and products
 def test_fused_multiply_add(tables):
     """Where the product is exact, fusing changes nothing."""

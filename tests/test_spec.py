@@ -15,6 +15,7 @@ from helpers import key_for
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, Format, QuantSpec, Recipe
+from jnvfp4._primitives._sides import no_kernel
 from jnvfp4._primitives.quantize_pair import quantize_pair_p, sides_of
 from jnvfp4.spec import FUSED_PAIRS, SUPPORTED_SPECS, four_over_six, name_of
 
@@ -41,14 +42,20 @@ def test_every_4over6_spec_is_a_four_over_six():
     assert four_over_six(amax_scope="row") == QuantSpec(Format("row", 256), select="mae")
     settings = product(("mae", "mse"), (448, 256), (False, True), ((1, "tensor"), (16, "tensor"), (1, "row")))
     made = {four_over_six(e, e4m3_max=m, fast=f, block_rows=r, amax_scope=s) for e, m, f, (r, s) in settings}
-    assert made == {spec for spec in SUPPORTED_SPECS if spec.select != "max6"}
+    assert made == {spec for spec in SUPPORTED_SPECS if spec.select in ("mae", "mse")}
 
 
 def test_the_repr_of_a_spec_is_its_name():
     assert [repr(spec) for spec in SUPPORTED_SPECS] == [name_of(spec) for spec in SUPPORTED_SPECS]
     for name in ("NVFP4", "NVFP4_2D", "NVFP4_RHT_SR_UNBIASED", "ROW_SCALED", "WINDOW64"):
         assert f"{[getattr(jnvfp4, name)]}" == f"[{name}]"
-    assert len({repr(spec) for spec in SUPPORTED_SPECS}) == len(SUPPORTED_SPECS) == 24 + 9  # of 4over6, and others
+    assert (
+        len({repr(spec) for spec in SUPPORTED_SPECS}) == len(SUPPORTED_SPECS) == 24 + 2 + 9
+    )  # of 4over6, with a search, and others
+    assert [repr(QuantSpec(Format(scope), select="search")) for scope in ("tensor", "row")] == [
+        "NVFP4_SEARCH",
+        "ROW_SCALED_SEARCH",
+    ]
 
 
 def test_the_names_of_formats():
@@ -87,7 +94,12 @@ def test_a_pair_without_a_kernel_is_refused(native):
 
 
 # ---------------------------------------------------------------- ffi/core/spec.h
-NUMBERED = [("tensor", "row", "window64"), ("max6", "mae", "mse"), ("fp32", "fp16"), ("nearest", "stochastic")]
+NUMBERED = [
+    ("tensor", "row", "window64"),
+    ("max6", "mae", "mse", "search"),
+    ("fp32", "fp16"),
+    ("nearest", "stochastic"),
+]
 
 
 def _kernel(spec: QuantSpec) -> tuple:
@@ -104,11 +116,12 @@ def kernel_lists(tmp_path_factory) -> dict[str, list[tuple]]:
     source = pathlib.Path(__file__).parent / "cpp" / "specs.cc"
     subprocess.run(["g++", "-std=c++20", f"-I{FFI}", str(source), "-o", str(program)], check=True)
     lines = [line.split() for line in subprocess.run([program], capture_output=True, text=True).stdout.splitlines()]
-    return {kind: [tuple(map(int, numbers)) for k, *numbers in lines if k == kind] for kind in ("spec", "pair")}
+    return {kind: [tuple(map(int, numbers)) for k, *numbers in lines if k == kind] for kind in ("spec", "cuda", "pair")}
 
 
 def test_kernels_are_those_of_the_lists(kernel_lists):
     expected = {"spec": {_kernel(spec) for spec in SUPPORTED_SPECS}}
+    expected |= {"cuda": {_kernel(spec) for spec in SUPPORTED_SPECS if not no_kernel(spec, "cuda")}}
     expected |= {"pair": {_kernel(row) + _kernel(col) for row, col in FUSED_PAIRS}}
     for kind, found in kernel_lists.items():
         assert len(found) == len(expected[kind])

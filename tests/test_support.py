@@ -13,7 +13,7 @@ from jnvfp4 import NVFP4Tensor, Recipe, Support, quantize, recipes, supports
 from jnvfp4._native import load, plans, self_check
 from jnvfp4._ops.arguments import OPERATIONS
 from jnvfp4.attention import KVCache
-from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, WINDOW64
+from jnvfp4.spec import NVFP4, NVFP4_2D, NVFP4_SR, ROW_SCALED, SUPPORTED_SPECS, WINDOW64, name_of
 
 KEY = jax.random.key(0)
 NT = (((1,), (1,)), ((), ()))
@@ -68,6 +68,16 @@ def test_the_calls_are_of_every_operation():
 @pytest.mark.parametrize("op", [*OPERATIONS, NVFP4, WINDOW64], ids=str)
 def test_supports_without_operands(native, op):
     assert supports(op, device=native.device) == (True, native.platform, "")
+
+
+@pytest.mark.parametrize("spec", SUPPORTED_SPECS, ids=name_of)
+def test_the_specs_that_gpus_have_kernels_for(any_gpu, spec):
+    answer = supports(spec, device=any_gpu("9.0"))
+    assert answer.native == (spec.select != "search")
+    if not answer:
+        assert answer == (False, "reference", 'no kernel for select="search" on GPUs; the reference is used')
+        assert answer == supports("quantize", X, spec, device=any_gpu("9.0"))
+        assert answer == supports("quantize", X, spec=spec, device=any_gpu("9.0"))
 
 
 def test_supports_asks_the_default_device(cpu):

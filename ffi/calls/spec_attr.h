@@ -28,7 +28,8 @@ struct Word {
 };
 inline constexpr Word<AmaxScope> kAmaxScopes[] = {
     {"tensor", AmaxScope::kTensor}, {"row", AmaxScope::kRow}, {"window64", AmaxScope::kWindow64}};
-inline constexpr Word<Select> kSelects[] = {{"max6", Select::kMax6}, {"mae", Select::kMae}, {"mse", Select::kMse}};
+inline constexpr Word<Select> kSelects[] = {
+    {"max6", Select::kMax6}, {"mae", Select::kMae}, {"mse", Select::kMse}, {"search", Select::kSearch}};
 inline constexpr Word<ErrorMath> kErrorMaths[] = {{"fp32", ErrorMath::kFp32}, {"fp16", ErrorMath::kFp16}};
 inline constexpr Word<Rounding> kRoundings[] = {{"nearest", Rounding::kNearest}, {"stochastic", Rounding::kStochastic}};
 

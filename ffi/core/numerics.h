@@ -389,6 +389,20 @@ JNVFP4_HD float tile_error(const float* row) {
 // A tie or a NaN chooses the scale that maps to 6.
 JNVFP4_HD bool choose_four(float error_six, float error_four) { return error_four < error_six; }
 
+// ---------------------------------------------------------------- search: which of eleven block scales
+inline constexpr int kSearched = 11;
+
+// How many codes the i-th scale that is tried is from the one of the plain rule: 0, -3..-1, 1..7.
+JNVFP4_HD int search_offset(int i) { return i == 0 ? 0 : i < 4 ? i - 4 : i - 3; }
+
+JNVFP4_HD ScaleByte search_candidate(ScaleByte rule, int offset) {
+  const int code = static_cast<int>(rule) + offset;
+  return static_cast<ScaleByte>(code < 0 ? 0 : code > 126 ? 126 : code);
+}
+
+// Whether an error is below the least so far; a tie or a NaN is not.
+JNVFP4_HD bool improves(float error, float least) { return error < least; }
+
 // ---------------------------------------------------------------- decoding and products
 // value = cast(q * dequantize_factor)
 JNVFP4_HD float dequantize_factor(ScaleByte scale, float amax, float e4m3_max) {

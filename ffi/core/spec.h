@@ -1,4 +1,4 @@
-// Specs that kernels are compiled for. The list below is the whole support matrix of the quantizers: one
+// Specs that kernels are compiled for. The lists below are the whole support matrix of the quantizers: one
 // type per spec, one line to add a spec. `jnvfp4/spec.py` is the Python side.
 #pragma once
 
@@ -7,7 +7,7 @@
 namespace jnvfp4 {
 
 enum class AmaxScope : uint8_t { kTensor, kRow, kWindow64 };
-enum class Select : uint8_t { kMax6, kMae, kMse };
+enum class Select : uint8_t { kMax6, kMae, kMse, kSearch };
 enum class ErrorMath : uint8_t { kFp32, kFp16 };
 enum class Rounding : uint8_t { kNearest, kStochastic };
 
@@ -48,6 +48,8 @@ template <Select kSelect, ErrorMath kMath>
 struct FourOverSix2D { static constexpr KernelSpec spec = chosen(AmaxScope::kTensor, 16, kSelect, kMath); };
 template <Select kSelect, ErrorMath kMath>
 struct FourOverSixRow { static constexpr KernelSpec spec = chosen(AmaxScope::kRow, 1, kSelect, kMath); };
+struct Nvfp4Search { static constexpr KernelSpec spec = chosen(AmaxScope::kTensor, 1, Select::kSearch, ErrorMath::kFp32); };
+struct RowScaledSearch { static constexpr KernelSpec spec = chosen(AmaxScope::kRow, 1, Select::kSearch, ErrorMath::kFp32); };
 // clang-format on
 
 template <class... S>
@@ -66,9 +68,10 @@ template <template <Select, ErrorMath> class S>
 using EveryError = SpecList<S<Select::kMae, ErrorMath::kFp32>, S<Select::kMae, ErrorMath::kFp16>,
                             S<Select::kMse, ErrorMath::kFp32>, S<Select::kMse, ErrorMath::kFp16>>;
 
-using SupportedSpecs =
-    Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr, Nvfp4_2D, RowScaled, Window64>, EveryError<FourOverSix>,
-                 EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
+// GPUs have no search: it takes more than 3 times the instructions of 4over6 (docs/tried.md).
+using CudaSpecs = Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr, Nvfp4_2D, RowScaled, Window64>,
+                               EveryError<FourOverSix>, EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
+using SupportedSpecs = Concatenated<CudaSpecs, SpecList<Nvfp4Search, RowScaledSearch>>::Type;
 
 // Pairs of specs that one pass over x quantizes; any other pair is two calls. `jnvfp4/spec.py` lists the same.
 template <class R, class C>

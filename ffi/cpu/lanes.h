@@ -228,19 +228,22 @@ struct CandidateLanes {
 
 enum class ErrorBy { kValues, kDivision, kScaled };
 
-// The errors of the blocks rounded with `scale`.
+// The error of a block rounded with `scale`.
+template <ErrorBy kBy, bool kSquared>
+JNVFP4_HD float row_error(const Tile& t, int l, const GlobalScale& g, uint32_t scale) {
+  const float s = e4m3_decode(scale), enc = block_encode_scale(scale, g);
+  float x[kBlock], q[kBlock];
+  t.block(l, x);
+  JNVFP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) q[i] = e2m1_round(mul_rn(x[i], enc));
+  return kBy == ErrorBy::kValues     ? row_error_by_values(x, q, StrictValues(s, g), kSquared)
+         : kBy == ErrorBy::kDivision ? row_error_strict(x, q, s, g, kSquared)
+                                     : row_error_scaled(x, q, s, g, kSquared);
+}
+
 template <ErrorBy kBy, bool kSquared>
 JNVFP4_HD void row_errors(const Tile& t, const GlobalLanes& g, const Lanes<uint32_t>& scale, Lanes<float>& error) {
-  for (int l = 0; l < kLanes; ++l) {
-    const float s = e4m3_decode(scale[l]), enc = block_encode_scale(scale[l], g[l]);
-    float x[kBlock], q[kBlock];
-    t.block(l, x);
-    JNVFP4_UNROLL
-    for (int i = 0; i < kBlock; ++i) q[i] = e2m1_round(mul_rn(x[i], enc));
-    error[l] = kBy == ErrorBy::kValues     ? row_error_by_values(x, q, StrictValues(s, g[l]), kSquared)
-               : kBy == ErrorBy::kDivision ? row_error_strict(x, q, s, g[l], kSquared)
-                                           : row_error_scaled(x, q, s, g[l], kSquared);
-  }
+  for (int l = 0; l < kLanes; ++l) error[l] = row_error<kBy, kSquared>(t, l, g[l], scale[l]);
 }
 
 // Whether the blocks with two different candidates can do without a division for each element.
@@ -283,6 +286,25 @@ JNVFP4_HD void choose_scales(const Tile& t, const GlobalLanes& g, const Lanes<ui
     choose_by<ErrorBy::kDivision, S>(t, g, c, scale);
 }
 
+// ---------------------------------------------------------------- search
+// The best of the scales around the plain ones.
+JNVFP4_HD void search_scales(const Tile& t, const GlobalLanes& g, Lanes<uint32_t>& scale) {
+  const Lanes<uint32_t> rule = scale;
+  Lanes<float> least;
+  std::fill_n(least.lane, kLanes, float_of(kInf));
+  for (int i = 0; i < kSearched; ++i) {
+    const int offset = search_offset(i);
+    for (int l = 0; l < kLanes; ++l) {
+      const uint32_t candidate = search_candidate(rule[l], offset);
+      const float error = row_error<ErrorBy::kScaled, true>(t, l, g[l], candidate);
+      // By masks: GCC makes a branch around a conditional store, and then no vectors where stores have no masks.
+      const uint32_t lower = 0u - static_cast<uint32_t>(improves(error, least[l]));
+      scale[l] ^= (scale[l] ^ candidate) & lower;
+      least[l] = float_of(bits_of(least[l]) ^ ((bits_of(least[l]) ^ bits_of(error)) & lower));
+    }
+  }
+}
+
 // ---------------------------------------------------------------- sixteen blocks
 // The scale of each block, after the rotation.
 template <class S>
@@ -293,10 +315,12 @@ JNVFP4_HD void find_scales(Tile& t, const GlobalLanes& g, float given_headroom, 
   raise_amax(t, amax);
   if constexpr (S::spec.block_rows == kBlock)
     std::fill_n(amax.lane, kLanes, *std::max_element(amax.lane, amax.lane + kLanes));
-  if constexpr (S::spec.select == Select::kMax6)
-    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale_of_lane(amax[l], g[l], headroom);
-  else
+  if constexpr (S::spec.select == Select::kMae || S::spec.select == Select::kMse) {
     choose_scales<S>(t, g, amax, scale);
+  } else {
+    for (int l = 0; l < kLanes; ++l) scale[l] = block_scale_of_lane(amax[l], g[l], headroom);
+    if constexpr (S::spec.select == Select::kSearch) search_scales(t, g, scale);
+  }
 }
 
 // Up to 16 blocks of the result: that of lane l is block + l * step.

@@ -57,8 +57,9 @@ def quantize(
     Returns:
       The NVFP4Tensor. An element that is not larger than amax changes by at most half an E2M1 step times its block
       scale; with stochastic rounding by at most one step. That holds if the block scale is a normal number
-      and amax lies between 8e-36 and FLT_MAX / 448. For a spec with ``rht`` it holds for the rotated values, which
-      ``dequantize(..., rotate_back=False)`` returns.
+      and amax lies between 8e-36 and FLT_MAX / 448. With ``select="search"`` it holds up to 6 block scales, as larger
+      elements are clipped where that lowers the error of their block. For a spec with ``rht`` it holds for the rotated
+      values, which ``dequantize(..., rotate_back=False)`` returns.
 
     Raises:
       ValueError, TypeError: a shape, dtype or argument does not fit; the message names it.

@@ -70,6 +70,7 @@ def make_primitive(
     partition: Callable[..., Partition],
     rule: Callable[..., tuple[list[list], list[list]]],
     empty: Callable[..., Sequence[jax.Array]] | None = None,
+    missing: Callable[..., str] | None = None,
     sums: bool = False,
 ) -> Primitive:
     """Builds and registers a primitive with several results.
@@ -83,6 +84,7 @@ def make_primitive(
       rule: ``(params, *operand shapes)`` -> for each operand, then for each result, a name for every dimension.
         Dimensions of one name are sharded alike; a dimension named None is never sharded.
       empty: ``(params, *arrays)`` -> results where an operand has no elements; zeros if None.
+      missing: ``(params, platform)`` -> why a platform that has kernels has none for these parameters; empty if it has.
       sums: whether results can be sums over devices. What takes them decides then how they are sharded, also on an
         Explicit mesh: a sum that is split at once is a reduce-scatter, and half of the bytes of an all-reduce.
 
@@ -109,7 +111,7 @@ def make_primitive(
     primitive.def_abstract_eval(lambda *avals, params, implementation: list(abstract(params, *avals)))
     batching.primitive_batchers[primitive] = batcher
     ad.primitive_jvps[primitive] = functools.partial(_no_derivative, name)
-    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, sums)
+    lower = _lowering_rule(name, _device_bodies(local, partition, rule), empty, missing, sums)
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for platform in load.extensions():
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
@@ -118,11 +120,15 @@ def make_primitive(
     return primitive
 
 
-def _lowering_rule(name: str, bodies: Callable, empty: Callable | None, sums: bool) -> Callable:
+def _lowering_rule(
+    name: str, bodies: Callable, empty: Callable | None, missing: Callable | None, sums: bool
+) -> Callable:
     """Returns the lowering of a primitive for a platform, or for all without kernels (None)."""
 
     def lower(platform: str | None, ctx, *operands, params, implementation):
         backend = _backend(name, platform, implementation, ctx)
+        if missing and backend.name != "reference" and (reason := missing(params, backend.name)):
+            backend = _reference_instead(name, implementation, reason)
         if name in CASES and backend.name != "reference" and not isinstance(implementation, Unchecked):
             backend = _without_refused(name, backend, ctx, params, implementation)
         # Where shard_map has made all axes manual, the block is that of one device.
@@ -165,6 +171,10 @@ def _without_refused(name: str, backend: Backend, ctx: Any, params: Hashable, as
     backend = backend._replace(refused=self_check.refused(of_program, compat.local_devices(ctx)))
     if not (reason := backend.refusal("native")):
         return backend
+    return _reference_instead(name, asked, reason)
+
+
+def _reference_instead(name: str, asked: str | Unchecked | None, reason: str) -> Backend:
     if asked is not None:
         raise NotImplementedError(f"{name}: implementation={asked!r} cannot run here: {reason}")
     return Backend("reference")

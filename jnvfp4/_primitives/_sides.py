@@ -140,6 +140,17 @@ def abstract(op: str, sides: Sides, *flat: ShapedArray) -> list[ShapedArray]:
 
 
 # ---------------------------------------------------------------- on one device
+def no_kernel(spec: QuantSpec, platform: str) -> str:
+    """Says why a platform that has kernels has none for a spec, as CudaSpecs of ffi/core/spec.h; empty if it has."""
+    searches = platform == "cuda" and spec.select == "search"
+    return 'no kernel for select="search" on GPUs; the reference is used' if searches else ""
+
+
+def missing(sides: Sides, platform: str) -> str:
+    """Says why a platform that has kernels has none for these sides; empty if it has."""
+    return next((reason for side in sides if (reason := no_kernel(side.spec, platform))), "")
+
+
 def quantize(
     call_kernel: Callable[[Operands, Sides], list[jax.Array]], sides: Sides, backend: Backend, *flat: jax.Array
 ) -> list[jax.Array]:

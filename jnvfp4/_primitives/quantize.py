@@ -50,4 +50,5 @@ quantize_p = make_primitive(
     batch=_sides.batch,
     partition=_partition,
     rule=_sides.rule,
+    missing=_sides.missing,
 )

@@ -114,7 +114,7 @@ def _clipped(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> j
 
 def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) -> jax.Array:
     """Says whether the stored scale of a block differs from the one that maps its amax to 6. -> bool [..., K/16]"""
-    if spec.select == "max6":
+    if spec.select not in ("mae", "mse"):
         return jnp.zeros(scale.shape, bool)
     block_amax = reference.amax_bits(blocks, axis=-1)
     if spec.block_rows == BLOCK:

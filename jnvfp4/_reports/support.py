@@ -18,6 +18,7 @@ from .._ops.quantize import quantize
 from .._primitives._base import Backend
 from .._primitives._matmul_routes import MatmulParams, Product, choose, plan
 from .._primitives._products import Operands, ProductParams
+from .._primitives._sides import no_kernel
 from .._primitives.grouped_matmul import plan as plan_grouped
 from .._self_check.cases import product_check
 from ..spec import FUSED_PAIRS, SUPPORTED_SPECS, QuantSpec, name_of
@@ -76,6 +77,9 @@ def supports(
         return support
     if options.get("implementation") == "reference":
         return Support(False, "reference", 'implementation="reference" asks for it')
+    spec = op_or_spec if isinstance(op_or_spec, QuantSpec) else (arguments or {}).get("spec")
+    if isinstance(spec, QuantSpec) and name == "quantize" and (reason := no_kernel(spec, support.kernel)):
+        return Support(False, "reference", reason)
     if name in _KERNELS and arguments is not None:
         return _KERNELS[name]((arguments.pop("a"), arguments.pop("b")), arguments, device)
     return support
@@ -216,7 +220,7 @@ def support_table() -> str:
 
 def _support_row(spec: QuantSpec) -> tuple[str, ...]:
     largest = "amax below 6" if spec.scale_headroom else "amax to 6"
-    scale = largest if spec.select == "max6" else f"4 or 6, {spec.select}, {spec.error_math}"
+    scale = {"max6": largest, "search": "best of 11"}.get(spec.select, f"4 or 6, {spec.select}, {spec.error_math}")
     partners = [name_of(col) for row, col in FUSED_PAIRS if row == spec]
     return (
         f"`{name_of(spec)}`",

@@ -356,7 +356,7 @@ void transpositions() {
 void quantizers(Float kind) {
   for (const std::vector<Shape>& shapes : {kWhole, kRagged})
     for (const Shape& s : shapes) {
-      for (const KernelSpec& spec : specs_of(SupportedSpecs{}))
+      for (const KernelSpec& spec : specs_of(CudaSpecs{}))
         for (bool transposed : {false, true})
           for (Amax how : {Amax::kOne, Amax::kEach, Amax::kFound}) quantize(s, spec, kind, transposed, how);
       for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair(s, row, col, kind);
@@ -366,11 +366,11 @@ void quantizers(Float kind) {
       }
     }
   for (const Shape& s : {Shape{1, 2, 8208}, Shape{1, 3, 16464}})  // more than a CTA holds of a row
-    for (const KernelSpec& spec : specs_of(SupportedSpecs{})) quantize(s, spec, kind, false, Amax::kFound);
+    for (const KernelSpec& spec : specs_of(CudaSpecs{})) quantize(s, spec, kind, false, Amax::kFound);
   // x is stored 16400 x 272: a CTA has three tiles or six and reuses the stages.
   for (bool transposed : {false, true}) {
     const Shape deep = transposed ? Shape{1, 272, 16400} : Shape{1, 16400, 272};
-    for (const KernelSpec& spec : specs_of(SupportedSpecs{})) quantize(deep, spec, kind, transposed, Amax::kOne);
+    for (const KernelSpec& spec : specs_of(CudaSpecs{})) quantize(deep, spec, kind, transposed, Amax::kOne);
     rht_amax(deep, kind, transposed, 1);
   }
   for (const auto& [row, col] : pairs_of(FusedPairs{})) quantize_pair({1, 16400, 272}, row, col, kind);

@@ -1,4 +1,5 @@
-// Prints the lists of ffi/core/spec.h, one line each: "spec" and its settings, "pair" and those of rows and columns.
+// Prints the lists of ffi/core/spec.h, one line each: "spec" or "cuda" and the settings of a spec, "pair" and those of
+// rows and columns.
 #include <cstdio>
 
 #include "core/spec.h"
@@ -13,8 +14,8 @@ void print(const KernelSpec& s) {
 }
 
 template <class... S>
-void print_all(SpecList<S...>) {
-  ((std::printf("spec"), print(S::spec), std::printf("\n")), ...);
+void print_all(const char* kind, SpecList<S...>) {
+  ((std::printf("%s", kind), print(S::spec), std::printf("\n")), ...);
 }
 
 template <class... P>
@@ -25,6 +26,7 @@ void print_all(PairList<P...>) {
 }  // namespace
 
 int main() {
-  print_all(SupportedSpecs{});
+  print_all("spec", SupportedSpecs{});
+  print_all("cuda", CudaSpecs{});
   print_all(FusedPairs{});
 }

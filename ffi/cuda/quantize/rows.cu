@@ -34,7 +34,7 @@ cudaError_t launch_quantize(const QuantizeArgs& args, const KernelSpec& spec, cu
 
 cudaError_t launch_quantize_rows(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
-  dispatch(spec, SupportedSpecs{}, [&](auto s) {
+  dispatch(spec, CudaSpecs{}, [&](auto s) {
     using S = decltype(s);
     const auto launch = [&](auto t) { status = launch_rows<Quantize, S, decltype(t)>(args, stream); };
     if constexpr (S::spec.block_rows == 1 && kChooses<S>)

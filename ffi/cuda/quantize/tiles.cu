@@ -93,7 +93,7 @@ cudaError_t launch(QuantizeArgs a, cudaStream_t stream) {
 
 cudaError_t launch_quantize_tiles(const QuantizeArgs& args, const KernelSpec& spec, cudaStream_t stream) {
   cudaError_t status = cudaErrorInvalidValue;
-  dispatch(spec, SupportedSpecs{}, [&](auto s) {
+  dispatch(spec, CudaSpecs{}, [&](auto s) {
     using S = decltype(s);
     with_bf16_or_wide(args.kind, [&](auto t) {
       if (args.shape.transposed)

@@ -86,7 +86,8 @@ class ConvertOptions:
     @property
     def recipe(self) -> str:
         """The name of the spec that a checkpoint has for people to read; nothing depends on it."""
-        return "4over6" if self.spec.select != "max6" else "row-scaled" if self.row_scaled else "nvfp4"
+        name = "4over6" if self.spec.select in ("mae", "mse") else "row-scaled" if self.row_scaled else "nvfp4"
+        return f"{name}{'-search' * (self.spec.select == 'search')}"
 
 
 def is_number(v: object) -> bool:
