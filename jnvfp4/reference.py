@@ -400,22 +400,19 @@ def _choose(x: Bits, block_amax: Bits, amax: Bits, decode: Bits, spec: QuantSpec
     return jnp.where(four, scales[1], scales[0]), jnp.where(four[..., None], codes[1], codes[0])
 
 
-def search_scales(
-    x: Bits, rule: jax.Array, encode: Bits, decode: Bits, weights: Bits | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Searches the scales of blocks [..., 16] around those of the plain rule, [...]. -> scale, codes
+def search_scales(x: Bits, amax: Bits, weights: Bits | None = None) -> tuple[jax.Array, jax.Array]:
+    """Searches the scales of blocks [..., 16]; amax is [...] or broadcasts. -> scale, codes
 
-    ``encode`` and ``decode``, S_enc and S_dec, are [...] or broadcast. ``weights`` of the squared errors, which are not
-    negative, broadcast with x.
+    ``weights`` of the squared errors, which broadcast with x, are not negative.
     """
-
-    def error_of(codes: jax.Array, scale: jax.Array) -> Bits:
-        differences = scaled_difference(e2m1_decode(codes), x, e4m3_decode(scale)[..., None], encode[..., None])
-        return _sum_errors(differences, True, weights)
+    encode, (decode, block_mult) = encode_scale(amax, 448), global_scale(amax, 448)
+    rule = block_scale(amax_bits(x, axis=-1), block_mult)
 
     def try_one(i: jax.Array, best: tuple) -> tuple:
         scale = search_candidate(rule, search_offset(i))
-        error = error_of(_encode(x, scale, decode), scale)
+        q = e2m1_decode(_encode(x, scale, decode))
+        differences = scaled_difference(q, x, e4m3_decode(scale)[..., None], encode[..., None])
+        error = _sum_errors(differences, True, weights)
         lower = improves(error, best[0])
         return jnp.where(lower, error, best[0]), jnp.where(lower, scale, best[1])
 
@@ -449,17 +446,16 @@ def quantize(
     block_amax = amax_bits(blocks, axis=-1)
     if spec.block_rows == BLOCK:
         block_amax = over_tiles(block_amax, lambda tiles: jnp.max(tiles, axis=-2))
-    if spec.select in ("mae", "mse"):
+    if spec.select == "search":
+        scale, codes = search_scales(blocks, amaxes)
+    elif spec.select != "max6":
         scale, codes = _choose(blocks, block_amax, amaxes, decode, spec)
     else:
         scale, random = block_scale(block_amax, block_mult, spec.scale_headroom), None
         if spec.rounding == "stochastic":
             assert stream is not None
             random = block_bits(stream, rows, cols // BLOCK, row_blocks or cols // BLOCK, transpose)
-        if spec.select == "search":
-            scale, codes = search_scales(blocks, scale, encode_scale(amaxes, spec.format.e4m3_max), decode)
-        else:
-            codes = _encode(blocks, scale, decode, random)
+        codes = _encode(blocks, scale, decode, random)
     data = pack_codes(codes.reshape(x.shape))
     return data, lax.bitcast_convert_type(scale, jnp.float8_e4m3fn), amax
 

@@ -119,6 +119,7 @@ ON_GPUS = {
     "4over6": ConvertOptions(spec=jnvfp4.spec.four_over_six()),
     "4over6 448 16x16": ConvertOptions(spec=jnvfp4.spec.four_over_six("mse", e4m3_max=448, block_rows=16)),
     "16x16": ConvertOptions(spec=jnvfp4.NVFP4_2D),
+    "search": ConvertOptions(spec=jnvfp4.QuantSpec(select="search")),
 }
 
 

@@ -20,6 +20,8 @@ SPECS = {
     "4over6 fast": jnvfp4.spec.four_over_six("mse", fast=True),
     "row": jnvfp4.ROW_SCALED,
     "4over6, row": jnvfp4.spec.four_over_six(amax_scope="row"),
+    "search": jnvfp4.QuantSpec(select="search"),
+    "search, row": jnvfp4.QuantSpec(jnvfp4.Format("row"), select="search"),
 }
 
 

@@ -122,6 +122,8 @@ RECIPES = {
     "nvfp4": (jnvfp4.NVFP4, jnvfp4.NVFP4_2D),
     "4over6": (jnvfp4.spec.four_over_six(), jnvfp4.spec.four_over_six("mse", e4m3_max=448)),
     "row-scaled": (jnvfp4.ROW_SCALED,),
+    "nvfp4-search": (jnvfp4.QuantSpec(select="search"),),
+    "row-scaled-search": (jnvfp4.QuantSpec(jnvfp4.Format("row"), select="search"),),
 }
 
 

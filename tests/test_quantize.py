@@ -463,10 +463,8 @@ def test_a_weighted_search():
     weights = np.random.default_rng(1).uniform(0, 4, (4, 16)).astype(np.float32)
     weights[:, ::5] = 0
     amax = find_amax(x)
-    encode, blocks = np.float32(2688) / amax, x.reshape(32, 4, 16)
-    rule = jnp.asarray(bits(jnvfp4.quantize(x, implementation="reference").scale))
-    search = jax.jit(partial(reference.search_scales, encode=bits(encode)[0], decode=bits(1 / encode)[0]))
-    plain, weighted = (search(bits(blocks), rule, weights=w) for w in (None, bits(weights)))
+    search = jax.jit(partial(reference.search_scales, bits(x.reshape(32, 4, 16)), bits(amax)))
+    plain, weighted = (search(w) for w in (None, bits(weights)))
     for (scale, codes), w in ((plain, None), (weighted, weights)):
         want_codes, want_scale = search_by_formula(x, amax, w)
         assert_bitwise(scale, want_scale, "scale")

@@ -68,7 +68,7 @@ template <template <Select, ErrorMath> class S>
 using EveryError = SpecList<S<Select::kMae, ErrorMath::kFp32>, S<Select::kMae, ErrorMath::kFp16>,
                             S<Select::kMse, ErrorMath::kFp32>, S<Select::kMse, ErrorMath::kFp16>>;
 
-// GPUs have no search: it takes more than 3 times the instructions of 4over6 (docs/tried.md).
+// GPUs search by the reference: a kernel would take more than 3 times the instructions of 4over6 (docs/tried.md).
 using CudaSpecs = Concatenated<SpecList<Nvfp4, Nvfp4Sr, Nvfp4Rht, Nvfp4RhtSr, Nvfp4_2D, RowScaled, Window64>,
                                EveryError<FourOverSix>, EveryError<FourOverSix2D>, EveryError<FourOverSixRow>>::Type;
 using SupportedSpecs = Concatenated<CudaSpecs, SpecList<Nvfp4Search, RowScaledSearch>>::Type;
