@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jnvfp4
-from jnvfp4 import NVFP4, ROW_SCALED, NVFP4Tensor
+from jnvfp4 import NVFP4, ROW_SCALED, Format, NVFP4Tensor, QuantSpec
 from jnvfp4.calibration import gptq, hessian
 from jnvfp4.spec import four_over_six
 
@@ -18,6 +18,8 @@ SPECS = {
     "row": ROW_SCALED,
     "4over6": four_over_six("mse"),
     "4over6_row": four_over_six(amax_scope="row"),
+    "search": QuantSpec(select="search"),
+    "search_row": QuantSpec(Format("row"), select="search"),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
