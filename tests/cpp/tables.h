@@ -233,7 +233,8 @@ JNVFP4_TABLE(candidate_base_256, kMagnitudes, bits_of(base_of_candidates(i, 256.
 JNVFP4_TABLES(row_error, 4u * kRows, row_errors(i, fast))
 JNVFP4_TABLE(tile_error, 4096, tile_errors(i))
 JNVFP4_TABLE(search_candidate, 127 * kSearched,
-             jnvfp4::search_candidate(static_cast<uint8_t>(i / kSearched), search_offset(static_cast<int>(i % kSearched))))
+             jnvfp4::search_candidate(static_cast<uint8_t>(i / kSearched),
+                                      search_offset(static_cast<int>(i % kSearched))))
 JNVFP4_TABLE(improves, kMagnitudes, jnvfp4::improves(magnitude(i), magnitude(hash(i) & 0xffffu)))
 JNVFP4_TABLE(block_elements, 4096 * 16, block_element(i))
 JNVFP4_TABLES(rht16, 4096 * 16, fast ? rotated<rht16_by_sums>(i) : rotated<jnvfp4::rht16>(i))
