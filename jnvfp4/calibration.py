@@ -15,7 +15,6 @@ from ._ops.quantize import quantize
 from .spec import BLOCK, NVFP4, QuantSpec
 
 
-@operation
 def hessian(x: ArrayLike) -> jax.Array:
     """Computes X^T X of what a layer multiplies by its weights. Add those of all batches.
 

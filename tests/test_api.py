@@ -33,7 +33,7 @@ from jnvfp4._ops.arguments import OPERATIONS
 PUBLIC = {name: value for name, value in vars(jnvfp4).items() if not name.startswith("_")}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 FUNCTIONS |= {name: getattr(attention, name) for name in ("append_kv", "decode_attention")}
-FUNCTIONS |= {name: getattr(calibration, name) for name in ("gptq", "hessian")}
+FUNCTIONS |= {name: getattr(calibration, name) for name in ("gptq",)}
 IN_MODULES = {
     f"{module.__name__}.{name}": value
     for module in (jnvfp4.sharding, jnvfp4.remat, jnvfp4.stats)
@@ -163,7 +163,6 @@ CALLS = {
     "grouped_matmul_nt weight-only": (jnvfp4.grouped_matmul_nt, (X[0], jnvfp4.quantize(WS), SIZES)),
     "decode_attention": (attention.decode_attention, (ROWS, KV, LENGTHS)),
     "append_kv": (attention.append_kv, (KV, ROWS, ROWS, LENGTHS)),
-    "hessian": (calibration.hessian, (X,)),
     "gptq": (calibration.gptq, (W, jnp.eye(64))),
     "report": (partial(jnvfp4.stats.quantization_report, spec=jnvfp4.spec.four_over_six(block_rows=16)), (X,)),
 }

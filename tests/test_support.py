@@ -46,6 +46,7 @@ CALLS = {
     "append_kv": ("append_kv", (KV, a(2, 3, 128), a(2, 3, 128), LENGTHS), {}),
     "transpose": ("transpose", (t(32, 64, spec=NVFP4_2D), NVFP4_2D), {}),
     "fake_quant": ("fake_quant", (X, WINDOW64), {}),
+    "gptq": ("gptq", (W, a(64, 64, dtype=jnp.float32)), {}),
     "linear": ("linear", (X, W, recipes.pretrain()), {"key": KEY, "bias": a(48)}),
     "linear frozen": ("linear", (X, B), {}),
     "linear kn": ("linear", (X, a(64, 48)), {"w_axes": "kn", "accumulation": "pinned"}),

@@ -45,8 +45,10 @@ from . import corpus
 from .pretrain import BASELINE, Checkpoint, read_finished
 
 FOUR_OVER_SIX = four_over_six()
-MSE = four_over_six("mse")
+MSE_448 = four_over_six("mse", e4m3_max=448)
 ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
+SEARCH = QuantSpec(select="search")
+ROW_SEARCH = replace(ROW_SCALED, select="search")
 
 
 class Method(NamedTuple):
@@ -70,21 +72,20 @@ WEIGHTS: dict[str, Method] = {
     "1x16": Method(NVFP4),
     "16x16 tiles": Method(NVFP4_2D),
     "4over6": Method(FOUR_OVER_SIX),
-    "4over6, squared errors": Method(MSE),
-    "row-scaled": Method(ROW_SCALED),
+    "4over6, squared errors, 448": Method(MSE_448),
+    "search": Method(SEARCH),
     "GPTQ": Method(NVFP4, by_gptq=True),
-    "GPTQ, 4over6 with squared errors": Method(MSE, by_gptq=True),
+    "GPTQ, search": Method(SEARCH, by_gptq=True),
 }
 BOTH: dict[str, Method] = {
     "1x16": Method(NVFP4, NVFP4),
     "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
-    "4over6 of w": Method(FOUR_OVER_SIX, NVFP4),
-    "4over6": Method(FOUR_OVER_SIX, FOUR_OVER_SIX),
     "row-scaled x": Method(NVFP4, ROW_SCALED),
-    "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
     "window64 x": Method(NVFP4, WINDOW64),
-    "row-scaled 4over6 x, GPTQ of w": Method(NVFP4, ROW_FOUR_OVER_SIX, by_gptq=True),
-    "row-scaled 4over6 x, GPTQ of w, 4over6 with squared errors": Method(MSE, ROW_FOUR_OVER_SIX, by_gptq=True),
+    "4over6": Method(FOUR_OVER_SIX, FOUR_OVER_SIX),
+    "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
+    "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True),
+    "row-scaled search of x, GPTQ with search of w": Method(SEARCH, ROW_SEARCH, by_gptq=True),
     "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
 }
 CALIBRATION, AT_ONCE = 128, 16  # windows of the training text
