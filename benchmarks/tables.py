@@ -202,11 +202,19 @@ def published() -> Iterable[Cells]:
         yield *of, f"{fmean(percent(arm)):.2f}", f"{nats(arm):.3f}"
 
 
+EARLIER = ("16x16 tiles", "16x16 tiles of w", "row-scaled x", "window64 x")  # of four models, measured before
+
+
 def quantized_models() -> Iterable[Cells]:
-    for row in load("pretrain_lm/quantized")["rows"]:
-        above = f"{row['gap_percent']:+.3f} ± {row['standard_error']:.3f}" if "gap_percent" in row else ""
+    later, earlier = (load(f"pretrain_lm/{name}")["rows"] for name in ("calibrated", "quantized"))
+    rows = [(row, 3) for row in later if "gap_percent" in row] + [
+        (row, 4) for row in earlier if row["recipe"] in EARLIER
+    ]
+    for row, models in sorted(rows, key=lambda of: len(of[0]["quantized"])):
+        above = f"{row['gap_percent']:+.3f} ± {row['standard_error']:.3f}"
         closed = "" if row.get("closed_percent") is None else f"{row['closed_percent']:.1f}"
-        yield [row["quantized"], row["recipe"], f"{row['perplexity']:.4f}", above, closed]
+        error = f" ± {row['closed_standard_error']:.1f}" if "closed_standard_error" in row else ""
+        yield [row["quantized"], row.get("method") or row["recipe"], str(models), above, closed + error]
 
 
 PEERS = ("bf16 cudnn", "bf16 torch cudnn", "bf16 torch flash")
@@ -286,7 +294,7 @@ TABLES = {
         "arm | seeds | validation loss | above bf16, % | in nats | above pretrain, % | ms a step", pretraining
     ),
     "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
-    "quantized": Table("quantized | recipe | perplexity | loss above bf16, % | closed, %", quantized_models),
+    "quantized": Table("quantized | method | models | loss above bf16, % | closed, %", quantized_models),
     "attention": Table(
         "sequences | tokens | bfloat16: cuDNN by JAX | by PyTorch | flash by PyTorch | NVFP4 | in pages | GB/s",
         attention,

@@ -291,10 +291,3 @@ def test_documented_runs_are_the_measured_ones(pretrain, tmp_path):
     rows = re.findall(r"^\|.*", printed, flags=re.M)
     assert len(rows) > 10
     assert [row for row in rows if row not in documented()] == []
-
-
-def test_documented_quantized_models_are_the_measured_ones(pretrain):
-    quantize_trained = importlib.import_module("benchmarks.quality.quantize_trained")
-    rows = quantize_trained.table(json.loads((MEASURED / "quantized.json").read_text())["rows"]).splitlines()
-    assert len(rows) == 14
-    assert [row for row in rows if row not in documented()] == []

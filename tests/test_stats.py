@@ -186,10 +186,10 @@ def placed(kind, x, w, dy):
 
 
 def assert_counts(got, want):
-    """Shares and the amax by their rounding to float32, errors by their sums in float32."""
+    """Shares and the amax by their rounding to float32, errors by sums in float32, in another order on GPUs."""
     assert got.shape == want.shape
-    off = np.abs(np.asarray(got, np.float64) - want)
-    assert np.all(off <= np.abs(want) * np.array([0, *4 * [2e-7], 1e-5, 2e-7])), (got, want)
+    off, of_sums = np.abs(np.asarray(got, np.float64) - want), 1e-5 if jax.default_backend() == "cpu" else 1e-4
+    assert np.all(off <= np.abs(want) * np.array([0, *4 * [2e-7], of_sums, 2e-7])), (got, want)
 
 
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -80,7 +80,7 @@ PRESETS = {
         last_lr=0.0,
     ),
 }
-PRESETS["gpu-12m"] = replace(PRESETS["gpu"], layers=7, width=384, heads=6, kv_heads=6, mlp_width=1056, steps=9640)
+PRESETS["gpu-12m"] = replace(PRESETS["gpu"], layers=7, width=384, heads=6, kv_heads=6, mlp_width=1024, steps=9450)
 BYTES = {"cpu": 2_000_000, "gpu": None, "gpu-12m": None}  # of text
 
 
@@ -148,7 +148,7 @@ def plot(path: Path, runs: Sequence[Run], config: Config) -> None:
         ends.errorbar(found.mean, -i, xerr=found.error, fmt="|", color=color, markersize=14, capsize=4)
     curves.set(xlabel="step", ylabel="validation loss above bfloat16, %", title="mean and range of the pairs")
     last = [100 * (loss / losses[BASELINE][i] - 1) for name in shown for i, loss in losses[name].items() if i in base]
-    curves.set_ylim(1.2 * min(0, *last), 1.3 * max(0.01, *last))
+    curves.set_ylim(1.2 * min([0, *last]), 1.3 * max([0.01, *last]))
     ends.set(xlabel="final validation loss above bfloat16, %", title="each pair, mean and standard error")
     ends.set_yticks([-i for i in range(len(shown))], shown)
     for i, label in enumerate(ends.get_yticklabels()):
