@@ -231,7 +231,7 @@ def caches() -> Iterable[Cells]:
 
 
 def attention() -> Iterable[Cells]:
-    """Microseconds; of ours, the speed of the fastest bfloat16 attention, and the share of the memory's rate."""
+    """Microseconds; of ours, the speed of the fastest bfloat16 attention, and GB/s."""
     rows: dict[str, dict[str, Any]] = {}
     for row in load("h100_attention")["rows"]:
         rows.setdefault(row["case"], {})[row["op"]] = row

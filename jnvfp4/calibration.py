@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from . import reference
+from ._core.mesh import axes_of_dims
 from ._core.softfloat import from_bits, to_bits
 from ._core.tensor import NVFP4Tensor
 from ._ops.arguments import Checks, operation
@@ -19,12 +20,17 @@ def hessian(x: ArrayLike) -> jax.Array:
     """Computes X^T X of what a layer multiplies by its weights. Add those of all batches.
 
     Args:
-      x: [..., K], float32, bfloat16 or float16. Any leading axis may be sharded.
+      x: [..., K], float32, bfloat16 or float16. Any leading axis may be sharded, on an Auto mesh.
 
     Returns:
       float32 [K, K]. XLA sums in float32, in its own order.
+
+    Raises:
+      ValueError, TypeError: x has no axis, is no float array, or is sharded on an Explicit mesh.
     """
-    x = Checks("hessian").float_array("x", x)
+    check = Checks("hessian")
+    x = check.float_array("x", x)
+    _refuse_explicit(check, "x", x, 0)
     if x.ndim < 1:
         raise ValueError("hessian: x must have shape [..., K], got a scalar")
     rows = x.reshape(-1, x.shape[-1])
@@ -47,15 +53,17 @@ def gptq(
     Where inputs are not correlated, or were never seen (H = 0), the result is that of ``jnvfp4.quantize``.
 
     Args:
-      w: [..., N, K], float32, bfloat16 or float16, K a multiple of 16; leading axes are experts.
+      w: [..., N, K], float32, bfloat16 or float16, K a multiple of 16; leading axes are experts. N may be sharded, on
+        an Auto mesh.
       hessian: H = X^T X (``hessian``), or any multiple of it, float32 [..., K, K] with the leading axes of w.
       spec: of 1x16 blocks that are rounded to nearest and not rotated, with amax scope "tensor" or "row".
       amax: as in ``jnvfp4.quantize``; None is that of w, or of each matrix or row of it.
-      damping: what is added to the diagonal of H, in parts of its mean.
+      damping: what is added to the diagonal of H, in parts of its mean: a Python number.
 
     Returns:
       The weights in the format of ``spec``. Sums over columns are XLA's, in float32: unlike those of
-      ``jnvfp4.quantize``, the bits may differ between platforms.
+      ``jnvfp4.quantize``, the bits may differ between platforms. They are NaN where H has a NaN, or is not positive
+      definite in float32 when it is damped.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or the spec do not fit; the message names them.
@@ -63,11 +71,15 @@ def gptq(
     check = Checks("gptq")
     check.spec("spec", spec)
     w, h = check.float_array("w", w), check.array("hessian", hessian)
-    if w.ndim < 2 or w.shape[-1] % BLOCK:
-        raise ValueError(f"{check.op}: w must have shape [..., N, K] with K a multiple of {BLOCK}, got {w.shape}")
+    if w.ndim < 2 or w.shape[-1] % BLOCK or not w.shape[-1]:
+        raise ValueError(
+            f"{check.op}: w must have shape [..., N, K] with K a positive multiple of {BLOCK}, got {w.shape}"
+        )
     if h.dtype != jnp.float32 or h.shape != (*w.shape[:-2], w.shape[-1], w.shape[-1]):
         wanted = (*w.shape[:-2], w.shape[-1], w.shape[-1])
         raise ValueError(f"{check.op}: hessian must be float32 {wanted}, [..., K, K], got {h.dtype} {h.shape}")
+    _refuse_explicit(check, "w", w, w.ndim - 2)
+    _refuse_explicit(check, "hessian", h, h.ndim - 2)
     fmt = spec.format
     if spec.block_rows != 1 or spec.rounding != "nearest" or fmt.rht or fmt.amax_scope == "window64":
         raise ValueError(
@@ -75,15 +87,22 @@ def gptq(
             f"got {spec}"
         )
     if isinstance(damping, bool) or not isinstance(damping, int | float) or not 0 < damping < 1:
-        raise ValueError(f"{check.op}: damping must be a number above 0 and below 1, got {damping!r}")
+        raise ValueError(f"{check.op}: damping must be a Python number above 0 and below 1, got {damping!r}")
     shape = w.shape[:-2] if fmt.amax_scope == "tensor" else w.shape[:-1]
     amax = _amaxes(w, fmt.amax_scope) if amax is None else check.amax(amax)
-    if amax.shape != shape:
-        raise ValueError(f"{check.op}: amax must have shape {shape}, got {amax.shape}")
+    if amax.shape != shape or amax.dtype != jnp.float32:
+        raise ValueError(f"{check.op}: amax must be float32 {shape}, got {amax.dtype} {amax.shape}")
     of_matrix = partial(_gptq, spec=spec, damping=float(damping))
     for _ in range(w.ndim - 2):
         of_matrix = jax.vmap(of_matrix)
     return of_matrix(w, h, amax)
+
+
+def _refuse_explicit(check: Checks, name: str, x: jax.Array, first: int) -> None:
+    """Refuses an array whose axes from ``first`` on are sharded on an Explicit mesh, where XLA may not gather."""
+    axes = axes_of_dims(jax.typeof(x))[first:]
+    if any(entry is not None for entry in axes):
+        raise ValueError(f"{check.op}: {name} must not be sharded on an Explicit mesh, got {jax.typeof(x)}; reshard it")
 
 
 def _amaxes(w: jax.Array, scope: str) -> jax.Array:

@@ -39,11 +39,12 @@ class OperandStats:
       calls: how often the layer ran: microbatches, devices of a ``shard_map``, examples of ``vmap``, layers of a scan
         that have one probe. It is 0, and so is all else, where nothing was collected or quantized.
       nonzero_share: of the elements, those that were not zero before.
-      underflow_share: of the elements, those that were not zero before and are now.
+      underflow_share: of the elements, those that were not zero before and whose code is 0.
       saturated_share: of the elements, those larger in magnitude than 6 times their block's dequantized scale (by more
         than rounding, a millionth), where its stored scale is not 0.
       subnormal_scale_share: of the block scales, those that are subnormal E4M3 numbers, not zero.
-      relative_error: ||dequantized - x|| / ||x||, Frobenius norms; 0 where the amax is no normal number.
+      relative_error: ||dequantized - x|| / ||x||, Frobenius norms; 0 where the amax is 0 or subnormal, NaN where it is
+        not finite.
       amax: the amax of the tensor; the largest of its rows, windows or experts.
     """
 

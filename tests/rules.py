@@ -756,13 +756,15 @@ rule("cache.pages must have shape [B, max_pages] with B=3, got (3, 0)", zeros, (
 # ---------------------------------------------------------------- calibration
 EYE, WEIGHT = a(64, 64), a(32, 64)
 rule("x must have shape [..., K], got a scalar", hessian, a())
-rule("w must have shape [..., N, K] with K a multiple of 16, got (32, 72)", gptq, a(32, 72), a(72, 72))
-rule("w must have shape [..., N, K] with K a multiple of 16, got (64,)", gptq, a(64), EYE)
+rule("w must have shape [..., N, K] with K a positive multiple of 16, got (32, 72)", gptq, a(32, 72), a(72, 72))
+rule("w must have shape [..., N, K] with K a positive multiple of 16, got (64,)", gptq, a(64), EYE)
+rule("w must have shape [..., N, K] with K a positive multiple of 16, got (32, 0)", gptq, a(32, 0), a(0, 0))
+rule("amax must be float32 (), got bfloat16 ()", gptq, WEIGHT, EYE, amax=jnp.bfloat16(1))
 rule("hessian must be float32 (64, 64), [..., K, K], got bfloat16 (64, 64)", gptq, WEIGHT, a(64, 64, dtype=BF16))
 rule("hessian must be float32 (2, 64, 64), [..., K, K], got float32 (64, 64)", gptq, a(2, 32, 64), EYE)
 for of_spec in (NVFP4_2D, NVFP4_SR, NVFP4_RHT, WINDOW64):
     text = 'spec must have block_rows=1, rounding="nearest", rht=False and amax_scope "tensor" or "row", got '
     rule(text + repr(of_spec), gptq, WEIGHT, EYE, of_spec)
-rule("amax must have shape (32,), got ()", gptq, WEIGHT, EYE, ROW_SCALED, amax=1.0)
+rule("amax must be float32 (32,), got float32 ()", gptq, WEIGHT, EYE, ROW_SCALED, amax=1.0)
 for damping in (0, 1.0, True, "0.1"):
-    rule(f"damping must be a number above 0 and below 1, got {damping!r}", gptq, WEIGHT, EYE, damping=damping)
+    rule(f"damping must be a Python number above 0 and below 1, got {damping!r}", gptq, WEIGHT, EYE, damping=damping)

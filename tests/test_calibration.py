@@ -7,6 +7,7 @@ import pytest
 from helpers import assert_same_tensor
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, put
 
 import jnvfp4
 from jnvfp4 import NVFP4, ROW_SCALED, Format, NVFP4Tensor, QuantSpec
@@ -108,6 +109,16 @@ def test_experts_are_quantized_each_by_itself(cpu):
         alone = np.asarray(jnvfp4.dequantize(gptq(ws[i], hessian(xs[i]))))
         found = np.asarray(jnvfp4.dequantize(jax.tree.map(lambda part, i=i: part[i], both)))
         assert np.mean(found == alone) > 0.99
+
+
+def test_explicit_meshes_are_refused_by_name():
+    mesh = make_mesh(jax.devices("cpu")[:8], "x", "explicit")
+    x = put(np.ones((128, 64), np.float32), mesh, P("x"))
+    for call in (lambda: hessian(x), lambda: gptq(x, jnp.eye(64))):
+        with pytest.raises(
+            ValueError, match=r"[xw] must not be sharded on an Explicit mesh, got float32\[128@x,64\]; res"
+        ):
+            call()
 
 
 def test_rows_and_tokens_may_be_sharded(devices):

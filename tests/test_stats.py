@@ -232,6 +232,12 @@ def test_a_flag_that_is_traced_switches_one_program():
     assert of_probe._cache_size() == 1
 
 
+@pytest.mark.parametrize("shape", [3, (-3,), (2.0,)])
+def test_shapes_of_probes_are_checked(shape):
+    with pytest.raises(TypeError, match=r"probe: shape must be a tuple of integers, none below 0, got"):
+        stats.probe(True, shape)
+
+
 def test_a_branch_that_is_off_computes_nothing():
     jaxpr = jax.make_jaxpr(jax.grad(partial(one, SMALL), 3))(*first(SMALL), stats.probe(jnp.bool_(True)))
     always = jax.make_jaxpr(jax.grad(partial(one, SMALL), 3))(*first(SMALL), stats.probe(True))

@@ -48,7 +48,6 @@ FOUR_OVER_SIX = four_over_six()
 MSE_448 = four_over_six("mse", e4m3_max=448)
 ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
 SEARCH = QuantSpec(select="search")
-ROW_SEARCH = replace(ROW_SCALED, select="search")
 
 
 class Method(NamedTuple):
@@ -82,10 +81,8 @@ BOTH: dict[str, Method] = {
     "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
     "row-scaled x": Method(NVFP4, ROW_SCALED),
     "window64 x": Method(NVFP4, WINDOW64),
-    "4over6": Method(FOUR_OVER_SIX, FOUR_OVER_SIX),
     "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
     "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True),
-    "row-scaled search of x, GPTQ with search of w": Method(SEARCH, ROW_SEARCH, by_gptq=True),
     "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
 }
 CALIBRATION, AT_ONCE = 128, 16  # windows of the training text

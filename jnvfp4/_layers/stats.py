@@ -23,7 +23,10 @@ from .quantizer import Pair, named
 
 OPERANDS = ("x", "w", "dy")  # rows of a probe
 COLUMNS = ("calls", "nonzero", "underflow", "saturated", "subnormal_scales", "relative_error", "amax")
-EVERY, MANY = 8, 1024  # one row in so many is measured, of tensors with so many rows: all would cost 14 % of a step
+EVERY, MANY = (
+    8,
+    1024,
+)  # one row in so many is measured, of tensors with so many rows: all took 14 % of a step (h100_stats.json)
 SHAPE = (len(OPERANDS), len(COLUMNS))
 SWITCHED = (len(OPERANDS), len(COLUMNS) + 1)  # with a column that says whether the layer collects
 
@@ -48,8 +51,10 @@ def probe(on: ArrayLike = True, shape: tuple[int, ...] = ()) -> jax.Array | None
       ``jnvfp4.stats.read`` reads the gradient.
 
     Raises:
-      TypeError: on is not one boolean.
+      TypeError: on is not one boolean, or shape no tuple of integers.
     """
+    if not (isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)):
+        raise TypeError(f"probe: shape must be a tuple of integers, none below 0, got {shape!r}")
     if isinstance(on, bool):
         return jnp.zeros((*shape, *SHAPE), jnp.float32) if on else None
     array = Checks("probe").array("on", on)

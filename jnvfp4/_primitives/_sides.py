@@ -143,7 +143,7 @@ def abstract(op: str, sides: Sides, *flat: ShapedArray) -> list[ShapedArray]:
 def no_kernel(spec: QuantSpec, platform: str) -> str:
     """Says why a platform that has kernels has none for a spec, as CudaSpecs of ffi/core/spec.h; empty if it has."""
     searches = platform == "cuda" and spec.select == "search"
-    return 'no kernel for select="search" on GPUs; the reference is used' if searches else ""
+    return 'no kernel for select="search" on GPUs' if searches else ""
 
 
 def missing(sides: Sides, platform: str) -> str:

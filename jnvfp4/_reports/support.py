@@ -77,9 +77,9 @@ def supports(
         return support
     if options.get("implementation") == "reference":
         return Support(False, "reference", 'implementation="reference" asks for it')
-    spec = op_or_spec if isinstance(op_or_spec, QuantSpec) else (arguments or {}).get("spec")
-    if isinstance(spec, QuantSpec) and name == "quantize" and (reason := no_kernel(spec, support.kernel)):
-        return Support(False, "reference", reason)
+    for spec in filter(lambda value: isinstance(value, QuantSpec), (op_or_spec, *(arguments or {}).values())):
+        if reason := no_kernel(spec, support.kernel):  # of quantize, quantize_pair, fake_quant and gptq
+            return Support(False, "reference", reason)
     if name in _KERNELS and arguments is not None:
         return _KERNELS[name]((arguments.pop("a"), arguments.pop("b")), arguments, device)
     return support
