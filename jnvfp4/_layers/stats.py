@@ -165,9 +165,9 @@ def measure(x: jax.Array, t: NVFP4Tensor, size: int) -> jax.Array:
     largest, stored, rows = t.tensor_amax, with_scale_bytes(t), math.prod(x.shape[:-1])
     params = MeasureParams(t.format, EVERY if rows >= MANY else 1)
     counts, sums = bind(measure_p, x, *parts_of(stored), largest, params=params, implementation=None)
-    of_row = np.array([size, size, size, t.scale.size], np.float32) / np.float32(max(rows, 1))
+    of_block = np.array([size, size, size, t.scale.size], np.float32) / np.float32(max(t.scale.size, 1))
     *counts, seen = counts.astype(jnp.float32)
     error, norm = sums
     relative = jnp.where(norm == 0, np.float32(0), jnp.sqrt(error / norm))
-    shares = jnp.stack(counts) / jnp.maximum(seen * of_row, np.float32(1))
+    shares = jnp.stack(counts) / jnp.maximum(seen * of_block, np.float32(1))
     return jnp.concatenate([jnp.ones(1, jnp.float32), shares, jnp.stack([relative, largest])])

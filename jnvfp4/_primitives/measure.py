@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 
 from .. import reference
 from .._core.mesh import Shape, axes_of, axes_of_dims, keep_blocks, part_shardings, typed
-from .._core.softfloat import ABS, Bits, to_bits
+from .._core.softfloat import ABS, INF, SIGN, Bits, to_bits
 from ..spec import BLOCK, WINDOW, Format
 from ._base import Backend, Body, Partition, Proposal, make_primitive
 from ._batching import batch_size, batched
@@ -40,13 +40,13 @@ def _abstract(p: MeasureParams, x: ShapedArray, *_parts: ShapedArray) -> list[Sh
 
 
 def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequence[jax.Array]:
-    """Counts nonzero elements, underflows, saturations, subnormal scales and rows; sums squares of errors and elements.
+    """Counts nonzero elements, underflows, saturations, subnormal scales and blocks; sums squared errors and elements.
 
     Squares are in units of the power of two next to ``largest``. A factor of an amax is one too, so it rounds nothing.
     """
     *parts, largest = operands
     x, data, scale, amax = (_some_rows(p, part, parts[0].ndim - 2) for part in parts)
-    rows = jnp.full(scale.shape[: p.keep], math.prod(scale.shape[p.keep : -1]), jnp.int32)
+    blocks_seen = jnp.full(scale.shape[: p.keep], math.prod(scale.shape[p.keep :]), jnp.int32)
     own, largest = _aligned(amax, scale), _aligned(largest, scale)
     blocks, factor = x.reshape(*scale.shape, BLOCK), inverse_power(own)
     values, nonzero = _rotated(blocks, factor) if p.format.rht else _magnitudes(blocks, factor)
@@ -62,7 +62,7 @@ def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequenc
         error, norm = error * ratio, norm * ratio
     subnormal = ((scale & 0x78 == 0) & (scale & 7 != 0)).astype(jnp.int32)
     found = _sums(range(p.keep, scale.ndim), nonzero, nonzero - coded, saturated, subnormal, error, norm)
-    return [jnp.stack([*found[:-SUMS], rows], -1), jnp.stack(found[-SUMS:], -1)]
+    return [jnp.stack([*found[:-SUMS], blocks_seen], -1), jnp.stack(found[-SUMS:], -1)]
 
 
 def _some_rows(p: MeasureParams, part: jax.Array, axis: int) -> jax.Array:
@@ -92,12 +92,27 @@ def _sums(axes: range, *operands: jax.Array) -> list[jax.Array]:
 def _magnitudes(blocks: jax.Array, factor: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Returns the magnitudes of the 16 elements of each block times ``factor``, and how many are not zero."""
     bits = [to_bits(blocks[..., i]) & ABS for i in range(BLOCK)]
-    return [_float(b) * factor for b in bits], _total((b != 0).astype(jnp.int32) for b in bits)
+    return [_times_power(b, factor) for b in bits], _total((b != 0).astype(jnp.int32) for b in bits)
+
+
+def _times_power(bits: Bits, factor: jax.Array) -> jax.Array:
+    """Multiplies by a power of two, or 0, in integers: subnormal numbers become 0.
+
+    XLA takes (x f)^2 for x^2 f^2, and the square of a small x underflows.
+    """
+    sign, exponent = bits & SIGN, (bits >> 23 & 0xFF).astype(jnp.int32)
+    moved = exponent + (_exponent(factor) - 127)
+    gone, huge = (exponent == 0) | (moved <= 0) | (factor == 0), moved > 254
+    shifted = (bits.astype(jnp.int32) + ((moved - exponent) << 23)).astype(jnp.uint32)
+    found = jnp.where(gone, sign, jnp.where(huge, sign | INF, shifted))
+    return _float(jnp.where(exponent == 255, bits, found))
 
 
 def _rotated(blocks: jax.Array, factor: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Does the same for the rotated values, as ``reference.rht16`` rotates; ``factor`` is a power of two."""
-    v = [_bfloat16(_float(to_bits(blocks[..., i])) * factor) * (-1 if 0xD7E8 >> i & 1 else 1) for i in range(BLOCK)]
+    v = [
+        _bfloat16(_times_power(to_bits(blocks[..., i]), factor)) * (-1 if 0xD7E8 >> i & 1 else 1) for i in range(BLOCK)
+    ]
     for stride in (1, 2, 4, 8):
         v = [v[i ^ stride] - v[i] if i & stride else v[i] + v[i ^ stride] for i in range(BLOCK)]
     v = [jnp.abs(_bfloat16(value * np.float32(0.25))) for value in v]
