@@ -13,7 +13,7 @@ import pytest
 from helpers import primitives
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes import elements, make_mesh, put, run
+from meshes import elements, make_mesh, put, run, shard
 
 import jnvfp4
 from jnvfp4 import NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, QuantizedWeight, Recipe, recipes, reference, stats
@@ -290,6 +290,15 @@ def test_devices_exchange_scalars(cpu):
     assert others["with"] == others["without"]
     counts = {name: sum(elements(shape) for _, shape in of) for name, of in sums.items()}
     assert counts["with"] - counts["without"] == 3 * 7
+
+
+def test_blocks_that_devices_split_along_k_count_once(cpu):
+    x, mesh = random((64, 256), "float32", 0), make_mesh(jax.devices("cpu")[:8], "x")
+    t, spec = jnvfp4.quantize(x), P(None, "x")
+    measure = lambda x, t: stats_of_layers.measure(x, t, x.size)  # noqa: E731
+    got, collectives = run(measure, put(x, mesh, spec), shard(t, mesh, spec))
+    assert_counts(got[None], count(x, t)[None])
+    assert {op for op, _ in collectives} == {"all-reduce"}
 
 
 def test_devices_of_a_shard_map_are_calls(cpu):

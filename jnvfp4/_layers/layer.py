@@ -26,9 +26,8 @@ from .weights import LayerChecks, WeightAxes, Weights
 Form = Literal["forward", "transposed", "original"] | None
 Given = jax.Array | None  # an argument that a call may lack
 Known = Given | Pair  # of w: its amax, or its quantized forms for fprop and dgrad
-Residuals = tuple[
-    Any, Any, Given, Given, Given
-]  # x and w as the backward pass reads them, key, group_sizes, statistics
+# x and w as the backward pass reads them, key, group_sizes, and the statistics of x and w
+Residuals = tuple[Any, Any, Given, Given, Given]
 
 
 class Products(ABC):
