@@ -1,7 +1,6 @@
 """The training step of examples/train_lm.py without statistics of its FP4 tensors, and with them in every layer.
 
-"off" and "switched on" are one program, whose flag is traced; "on" collects in every step. Programs take turns, and a
-time is that of a step among some that run one after another, by the wall clock.
+Programs take turns, and a time is that of a step among some that run one after another, by the wall clock.
 """
 
 import statistics
@@ -47,8 +46,7 @@ def programs(case: str, size: str) -> dict[str, Callable[[], Any]]:
 
         return take
 
-    switch = {name: make_probes(config, jnp.bool_(on)) for name, on in (("off", False), ("switched on", True))}
-    return {name: run(probes) for name, probes in {"none": None, "on": make_probes(config), **switch}.items()}
+    return {"none": run(None), "on": run(make_probes(config))}
 
 
 def measure(case: str, size: str) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 The statistics of a layer are the gradient of a small array that it takes, its probe. So they need no state, and JAX
 sums them over microbatches, scans, rematerialization and devices as it sums gradients:
 
-    probe = jnvfp4.stats.probe(step % 100 == 0)
+    probe = jnvfp4.stats.probe()
     loss = lambda w, probe: f(jnvfp4.linear(x, w, recipe, key=key, stats=probe))
     dw, found = jax.grad(loss, (0, 1))(w, probe)
     jnvfp4.stats.read(found).dy.underflow_share
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._layers.stats import SHAPE, SWITCHED
+from ._layers.stats import SHAPE
 from ._layers.stats import collect as collect
 from ._layers.stats import probe as probe
 from ._ops.arguments import Checks
@@ -69,7 +69,7 @@ def read(gradient: ArrayLike) -> StepStats:
     """Reads the gradient of a probe.
 
     Args:
-      gradient: float32 [..., 3, 7] or [..., 3, 8], a sum over calls: their number, and sums of what ``OperandStats``
+      gradient: float32 [..., 3, 7], a sum over calls: their number, and sums of what ``OperandStats``
         has. Each share is a count in integers, exact for fewer than 2^31 elements, divided once in its call. So the
         means over calls of equal sizes are those of all elements.
 
@@ -80,9 +80,9 @@ def read(gradient: ArrayLike) -> StepStats:
       ValueError: gradient has another shape.
     """
     array = Checks("read").float_array("gradient", gradient)
-    if array.shape[-2:] not in (SHAPE, SWITCHED):
-        raise ValueError(f"read: gradient must have shape [..., 3, 7] or [..., 3, 8], got {array.shape}")
-    calls, *sums = jnp.moveaxis(array, -1, 0)[: SHAPE[-1]]
+    if array.shape[-2:] != SHAPE:
+        raise ValueError(f"read: gradient must have shape [..., 3, 7], got {array.shape}")
+    calls, *sums = jnp.moveaxis(array, -1, 0)
     means = [calls, *(total / jnp.maximum(calls, 1) for total in sums)]
     x, w, dy = (OperandStats(*(of[..., row] for of in means)) for row in range(SHAPE[0]))
     return StepStats(x, w, dy)

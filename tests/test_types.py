@@ -38,7 +38,7 @@ CALLS = {
     "jnvfp4.supports('quantize', x).native": "bool",
     "jnvfp4.stats.quantization_report(x).relative_error": "Array",
     "jnvfp4.stats.probe()": "Array",
-    "jnvfp4.stats.probe(key)": "Array | None",
+    "jnvfp4.stats.probe(bool())": "Array | None",
     "jnvfp4.stats.read(x).dy.underflow_share": "Array",
     "jnvfp4.Policy([jnvfp4.Rule('a', jnvfp4.Recipe())])": "Policy",
     "jnvfp4.__version__": "str",

@@ -4,8 +4,9 @@
     python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2
     python -m benchmarks.quality.quantize_trained out/pretrain_lm/bf16/seed*
 
-Nothing is trained. The weights of the linear layers of all blocks are quantized, or weights and activations, and the
-perplexity of windows spread evenly over the validation text is computed. GPTQ sees 128 windows of the training text.
+Nothing is trained. The weights of the linear layers of all blocks are quantized, or activations, or both, and the
+perplexity of windows spread evenly over the validation text is computed. GPTQ sees 128 windows, spread evenly over the
+training text.
 The gap of a method is how far the loss, the logarithm of the perplexity, lies above that of bfloat16, averaged over the
 models with its standard error. "closed" is the part of the gap of plain NVFP4, of the same kind, that a method closes,
 with the standard error over models.
@@ -47,20 +48,22 @@ from .pretrain import BASELINE, Checkpoint, read_finished
 FOUR_OVER_SIX = four_over_six()
 MSE_448 = four_over_six("mse", e4m3_max=448)
 ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
+ROW_MSE_448 = four_over_six("mse", e4m3_max=448, amax_scope="row")
 SEARCH = QuantSpec(select="search")
+ROW_SEARCH = replace(ROW_SCALED, select="search")
 
 
 class Method(NamedTuple):
     """Says how weights and what they multiply are quantized.
 
     Attributes:
-      w: the spec of the weights.
-      x: that of the activations; None leaves them in bfloat16.
+      w: the spec of the weights; None leaves them in bfloat16.
+      x: that of the activations, likewise.
       by_gptq: whether the weights are rounded by GPTQ.
       twice: whether x is the sum of two NVFP4 tensors, the second of what the first leaves.
     """
 
-    w: QuantSpec
+    w: QuantSpec | None
     x: QuantSpec | None = None
     by_gptq: bool = False
     twice: bool = False
@@ -76,6 +79,13 @@ WEIGHTS: dict[str, Method] = {
     "GPTQ": Method(NVFP4, by_gptq=True),
     "GPTQ, search": Method(SEARCH, by_gptq=True),
 }
+ACTIVATIONS: dict[str, Method] = {
+    "1x16": Method(None, NVFP4),
+    "row-scaled": Method(None, ROW_SCALED),
+    "row-scaled 4over6": Method(None, ROW_FOUR_OVER_SIX),
+    "row-scaled 4over6, squared errors, 448": Method(None, ROW_MSE_448),
+    "row-scaled search": Method(None, ROW_SEARCH),
+}
 BOTH: dict[str, Method] = {
     "1x16": Method(NVFP4, NVFP4),
     "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
@@ -83,11 +93,12 @@ BOTH: dict[str, Method] = {
     "window64 x": Method(NVFP4, WINDOW64),
     "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
     "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True),
+    "the same, x by squared errors, 448": Method(SEARCH, ROW_MSE_448, by_gptq=True),
     "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
 }
 CALIBRATION, AT_ONCE = 128, 16  # windows of the training text
 LAYOUTS: tuple[Literal["modelopt", "te"], ...] = ("modelopt", "te")
-KINDS = {"weights": WEIGHTS, "weights and activations": BOTH}
+KINDS = {"weights": WEIGHTS, "activations": ACTIVATIONS, "weights and activations": BOTH}
 
 
 # Weights
@@ -115,10 +126,14 @@ def hessians(params: Tree, tokens: Array, config: Config) -> Hessians:
 def quantized(params: Tree, found: Hessians, method: Method) -> Tree:
     """Quantizes the weights of the linear layers, stacked over blocks."""
 
+    spec = method.w
+    if spec is None:
+        return params
+
     def weights(name: str, w: Array) -> NVFP4Tensor:
         if method.by_gptq:
-            return gptq(w, found[name], method.w)
-        return jax.vmap(partial(jnvfp4.quantize, spec=method.w))(w)
+            return gptq(w, found[name], spec)
+        return jax.vmap(partial(jnvfp4.quantize, spec=spec))(w)
 
     layers = {name: weights(name, w) if name in found else w for name, w in params["layers"].items()}
     return {**params, "layers": layers}
@@ -129,9 +144,12 @@ def quantized(params: Tree, found: Hessians, method: Method) -> Tree:
 
 def linear_of(method: Method) -> Linear:
     """Returns the product of the linear layers with quantized weights."""
-    recipe = Recipe(fprop=(method.x, method.w), dgrad=None, wgrad=None)
+    recipe = Recipe(fprop=(method.x, method.w), dgrad=None, wgrad=None) if method.w else None
 
-    def linear(x: Array, w: NVFP4Tensor, key: Array, name: str) -> Array:
+    def linear(x: Array, w: Any, key: Array, name: str) -> Array:
+        if recipe is None:
+            assert method.x is not None
+            return bf16_linear(jnvfp4.fake_quant(x, method.x).astype(x.dtype), w, key, name)
         if not method.twice:
             return jnvfp4.linear(x, w, recipe)
         assert method.x is not None
@@ -251,9 +269,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"--tokens must have the text of the runs, {runs[0].sha256}, got {text.source.sha256}")
     config = replace(runs[0].config, val_batches=args.batches)
     batches = jnp.asarray(val_batches(text.val, config))
-    count = min(CALIBRATION, len(text.train) // config.seq // AT_ONCE * AT_ONCE)
-    windows = text.train[: count * config.seq].reshape(-1, AT_ONCE, config.seq)
-    calibration = jnp.asarray(windows, jnp.int32)
+    seen = replace(config, val_batches=CALIBRATION // AT_ONCE, batch=AT_ONCE)
+    calibration = jnp.asarray(val_batches(text.train, seen)[..., :-1], jnp.int32)
     models = [jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained.params) for trained in runs]
     for layout in LAYOUTS:
         with tempfile.TemporaryDirectory() as scratch:

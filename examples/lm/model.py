@@ -175,9 +175,9 @@ def with_known(params: Tree, known: Tree) -> Tree:
     return params | {"layers": layers | {name: join(layers[name], of) for name, of in known.items()}}
 
 
-def make_probes(config: Config, on: bool | Array = True) -> Tree:
-    """Returns the probes of all linear layers by name, stacked as the weights are; ``on`` as in ``stats.probe``."""
-    return {name: jnvfp4.stats.probe(on, (config.layers,)) for name in PROJECTIONS}
+def make_probes(config: Config) -> Tree:
+    """Returns the probes of all linear layers by name, stacked as the weights are."""
+    return {name: jnvfp4.stats.probe(True, (config.layers,)) for name in PROJECTIONS}
 
 
 def with_probes(params: Tree, probes: Tree) -> Tree:

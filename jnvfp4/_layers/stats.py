@@ -12,52 +12,46 @@ from typing import Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import ArrayLike
 
 from .._core.tensor import NVFP4Tensor, parts_of, with_scale_bytes
 from .._ops.arguments import Checks, describe
 from .._primitives._base import bind
-from .._primitives.measure import MeasureParams, measure_p
+from .._primitives.measure import TINY, MeasureParams, measure_p
 from .quantizer import Pair, named
 
 OPERANDS = ("x", "w", "dy")  # rows of a probe
 COLUMNS = ("calls", "nonzero", "underflow", "saturated", "subnormal_scales", "relative_error", "amax")
 MANY, EVERY = 1024, 8  # of tensors with so many rows one in so many counts: all took 14 % of a step (h100_stats.json)
 SHAPE = (len(OPERANDS), len(COLUMNS))
-SWITCHED = (len(OPERANDS), len(COLUMNS) + 1)  # with a column that says whether the layer collects
 
 
 # ---------------------------------------------------------------- probes
 @overload
 def probe(on: Literal[True] = True, shape: tuple[int, ...] = ()) -> jax.Array: ...
 @overload
-def probe(on: ArrayLike, shape: tuple[int, ...] = ()) -> jax.Array | None: ...
-def probe(on: ArrayLike = True, shape: tuple[int, ...] = ()) -> jax.Array | None:
+def probe(on: bool, shape: tuple[int, ...] = ()) -> jax.Array | None: ...
+def probe(on: bool = True, shape: tuple[int, ...] = ()) -> jax.Array | None:
     """Makes the array whose gradient is the statistics of a layer: the argument ``stats`` of ``jnvfp4.linear``.
 
     Args:
-      on: whether the layer collects. True and False decide when the program is traced. A boolean array, which may be
-        traced, such as ``step % 100 == 0``, decides when it runs, by a ``lax.cond`` for the forward pass of each layer
-        and one for its backward pass; a GPU waits for the host at each.
+      on: whether the layer collects, which decides what is traced: in a jitted step, a static argument.
       shape: leading axes, such as the number of layers that ``lax.scan`` loops over.
 
     Returns:
-      None for False, with which a layer has the program that it has without statistics. For True zeros, float32
-      [*shape, 3, 7], whose values mean nothing. For an array float32 [*shape, 3, 8], ones where it is true, else zeros.
-      ``jnvfp4.stats.read`` reads the gradient.
+      Zeros, float32 [*shape, 3, 7], whose values mean nothing; ``jnvfp4.stats.read`` reads their gradient. None if not
+      ``on``, with which a layer has the program that it has without statistics.
 
     Raises:
-      TypeError: on is not one boolean, or shape no tuple of integers.
+      TypeError: on is no bool, or shape no tuple of integers.
     """
     if not (isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)):
         raise TypeError(f"probe: shape must be a tuple of integers, none below 0, got {shape!r}")
-    if isinstance(on, bool):
-        return jnp.zeros((*shape, *SHAPE), jnp.float32) if on else None
-    array = Checks("probe").array("on", on)
-    if array.dtype != bool or array.shape != ():
-        raise TypeError(f"probe: on must be one boolean, got {describe(array)}")
-    return jnp.broadcast_to(array.astype(jnp.float32), (*shape, *SWITCHED))
+    if not isinstance(on, bool | np.bool_):
+        raise TypeError(
+            f"probe: on must be True or False, got {describe(on)}; a traced flag chooses by jax.lax.cond between a "
+            "gradient with probes and one without"
+        )
+    return jnp.zeros((*shape, *SHAPE), jnp.float32) if on else None
 
 
 _probes: ContextVar[Mapping[str, jax.Array | None] | None] = ContextVar("jnvfp4_probes", default=None)
@@ -105,9 +99,9 @@ def check_probe(check: Checks, name: str, value: object) -> jax.Array | None:
     if value is None:
         return None
     array = check.array(name, value)
-    if array.shape not in (SHAPE, SWITCHED) or array.dtype != jnp.float32:
+    if array.shape != SHAPE or array.dtype != jnp.float32:
         raise ValueError(
-            f"{check.op}: {name} must be float32 of shape {SHAPE} or {SWITCHED}, as jnvfp4.stats.probe makes it, got "
+            f"{check.op}: {name} must be float32 of shape {SHAPE}, as jnvfp4.stats.probe makes it, got "
             f"{array.dtype} of shape {array.shape}"
         )
     return array
@@ -137,23 +131,13 @@ class Made(NamedTuple):
 
 
 def forward(stats: jax.Array | None, x: Made, w: Made) -> jax.Array | None:
-    """Returns what the forward pass saves: the rows of x and w, and that of the probe for dy."""
-    return None if stats is None else named(jnp.concatenate([_switched(stats[:2], x, w), stats[2:]]), True)
+    """Returns what the forward pass saves: the rows of x and w."""
+    return None if stats is None else named(jnp.stack([x.measured(), w.measured()]), True)
 
 
 def backward(saved: jax.Array | None, dy: Made) -> jax.Array | None:
     """Returns the gradient of the probe."""
-    return None if saved is None else jnp.concatenate([saved[:2], _switched(saved[2:], dy)])
-
-
-def _switched(rows: jax.Array, *made: Made) -> jax.Array:
-    """Measures; where a switch of the probe is off, returns its rows, which are zeros."""
-
-    def measured() -> jax.Array:
-        found = jnp.stack([of.measured() for of in made])
-        return jnp.pad(found, ((0, 0), (0, rows.shape[-1] - found.shape[-1])))
-
-    return measured() if rows.shape[-1] == SHAPE[-1] else lax.cond(rows[0, -1] != 0, measured, lambda: rows)
+    return None if saved is None else jnp.concatenate([saved, dy.measured()[None]])
 
 
 # ---------------------------------------------------------------- one tensor
@@ -165,6 +149,6 @@ def measure(x: jax.Array, t: NVFP4Tensor, size: int) -> jax.Array:
     of_block = np.array([size, size, size, t.scale.size], np.float32) / np.float32(max(t.scale.size, 1))
     *counts, seen = counts.astype(jnp.float32)
     error, norm = sums
-    relative = jnp.where(norm == 0, np.float32(0), jnp.sqrt(error / norm))
+    relative = jnp.where((norm == 0) | (jnp.abs(largest) < TINY), np.float32(0), jnp.sqrt(error / norm))
     shares = jnp.stack(counts) / jnp.maximum(seen * of_block, np.float32(1))
     return jnp.concatenate([jnp.ones(1, jnp.float32), shares, jnp.stack([relative, largest])])

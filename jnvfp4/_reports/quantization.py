@@ -15,7 +15,7 @@ from .._core.tensor import NVFP4Tensor
 from .._ops.arguments import Checks
 from .._ops.quantize import dequantize, quantize
 from .._primitives._checks import check_operand
-from .._primitives.measure import CLIP, inverse_power
+from .._primitives.measure import CLIP, TINY, inverse_power
 from ..spec import BLOCK, NVFP4, QuantSpec
 
 LARGEST_SCALE = np.uint8(0x7E)  # 448
@@ -125,7 +125,8 @@ def _maps_to_4(blocks: Bits, scale: jax.Array, amaxes: Bits, spec: QuantSpec) ->
 
 def _relative_error(x: jax.Array, t: NVFP4Tensor) -> jax.Array:
     """Compares values times a power of two that brings the largest near 1: squares overflow and underflow early."""
-    factor = inverse_power(reference.find_amax(x, "tensor"))
+    amax = reference.find_amax(x, "tensor")
+    factor = inverse_power(amax)
     values = x.astype(jnp.float32)
     norm, error = (jnp.sqrt(jnp.sum(jnp.square(v * factor))) for v in (values, dequantize(t) - values))
-    return jnp.where(factor == 0, jnp.float32(0), error / norm)
+    return jnp.where(amax < TINY, jnp.float32(0), error / norm)
