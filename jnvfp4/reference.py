@@ -214,17 +214,16 @@ def scaled_difference(q: Bits, x: Bits, scale: Bits, encode: Bits) -> Bits:
     return sub(mul(q, scale), mul(x, encode))
 
 
-def add_error(total: Bits, difference: Bits, squared: bool, weight: Bits | None = None) -> Bits:
+def add_error(total: Bits, difference: Bits, squared: bool) -> Bits:
     """Adds one element's error to the sum of a row of 16."""
-    error = mul(difference, difference) if squared else difference & ABS
-    return add(total, error if weight is None else mul(error, weight))
+    return add(total, mul(difference, difference) if squared else difference & ABS)
 
 
-def _sum_errors(differences: Bits, squared: bool, weights: Bits | None = None) -> Bits:
+def _sum_errors(differences: Bits, squared: bool) -> Bits:
     """Sums the errors of [..., 16] from element 0 to 15. A loop, since sixteen unrolled steps take long to compile."""
 
     def step(i: jax.Array, total: Bits) -> Bits:
-        return add_error(total, differences[..., i], squared, None if weights is None else weights[..., i])
+        return add_error(total, differences[..., i], squared)
 
     return lax.fori_loop(0, BLOCK, step, jnp.zeros(differences.shape[:-1], jnp.uint32))
 
@@ -400,11 +399,8 @@ def _choose(x: Bits, block_amax: Bits, amax: Bits, decode: Bits, spec: QuantSpec
     return jnp.where(four, scales[1], scales[0]), jnp.where(four[..., None], codes[1], codes[0])
 
 
-def search_scales(x: Bits, amax: Bits, weights: Bits | None = None) -> tuple[jax.Array, jax.Array]:
-    """Searches the scales of blocks [..., 16]; amax is [...] or broadcasts. -> scale, codes
-
-    ``weights`` of the squared errors, which broadcast with x, are not negative.
-    """
+def search_scales(x: Bits, amax: Bits) -> tuple[jax.Array, jax.Array]:
+    """Searches the scales of blocks [..., 16]; amax is [...] or broadcasts. -> scale, codes"""
     encode, (decode, block_mult) = encode_scale(amax, 448), global_scale(amax, 448)
     rule = block_scale(amax_bits(x, axis=-1), block_mult)
 
@@ -412,7 +408,7 @@ def search_scales(x: Bits, amax: Bits, weights: Bits | None = None) -> tuple[jax
         scale = search_candidate(rule, search_offset(i))
         q = e2m1_decode(_encode(x, scale, decode))
         differences = scaled_difference(q, x, e4m3_decode(scale)[..., None], encode[..., None])
-        error = _sum_errors(differences, True, weights)
+        error = _sum_errors(differences, True)
         lower = improves(error, best[0])
         return jnp.where(lower, error, best[0]), jnp.where(lower, scale, best[1])
 

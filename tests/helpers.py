@@ -202,7 +202,7 @@ def encode_scales(scale, amax, ndim: int, e4m3_max: int = 448) -> np.ndarray:
         return np.minimum(np.float32(1) / (scale_values(scale) * s_dec), FLOAT_MAX)
 
 
-def search_by_formula(x: np.ndarray, amax, weights=None) -> tuple[np.ndarray, np.ndarray]:
+def search_by_formula(x: np.ndarray, amax) -> tuple[np.ndarray, np.ndarray]:
     """(codes, scale bytes) of finite x [..., M, K] with searched block scales; E is 448, and no amax 0."""
     blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], -1, BLOCK)
     with np.errstate(over="ignore"):
@@ -220,9 +220,8 @@ def search_by_formula(x: np.ndarray, amax, weights=None) -> tuple[np.ndarray, np
     for offset in (0, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7):
         scale = np.clip(rule.astype(int) + offset, 0, 126).astype(np.uint8)
         difference = e2m1_values(codes_of(scale)) * scale_values(scale)[..., None] - blocks * s_enc[..., None]
-        squares = difference * difference
         error = np.zeros(rule.shape, np.float32)
-        for term in np.moveaxis(squares if weights is None else squares * weights, -1, 0):
+        for term in np.moveaxis(difference * difference, -1, 0):
             error = error + term
         best, least = np.where(error < least, scale, best), np.minimum(error, least)
     return codes_of(best).reshape(x.shape), best

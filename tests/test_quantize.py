@@ -1,7 +1,6 @@
 """``quantize``: the native kernels against the reference, and the rules for amax, NaN, Inf, zeros, keys and pairs."""
 
 import dataclasses
-from functools import partial
 
 import cases
 import hypothesis
@@ -18,7 +17,6 @@ from helpers import (
     assert_bitwise,
     assert_same_tensor,
     bits,
-    find_amax,
     key_for,
     per_block,
     properties,
@@ -39,7 +37,6 @@ from jnvfp4 import (
     NVFP4_SR,
     NVFP4_SR_UNBIASED,
     Format,
-    reference,
 )
 from jnvfp4._primitives._sides import no_kernel
 from jnvfp4.spec import FUSED_PAIRS, ROW_SCALED, SUPPORTED_SPECS, WINDOW64, QuantSpec, four_over_six, name_of
@@ -455,21 +452,6 @@ def test_a_search_reduces_the_error_of_normal_and_laplace_data(native):
             for s in (SEARCH, NVFP4)
         )
         assert abs(searched / plain - share) < 0.005
-
-
-def test_a_weighted_search():
-    """By the reference alone: a weight for each element of a row; a weight of zero leaves an element out."""
-    x = cases.Case("x", (32, 64), "fp32").make()
-    weights = np.random.default_rng(1).uniform(0, 4, (4, 16)).astype(np.float32)
-    weights[:, ::5] = 0
-    amax = find_amax(x)
-    search = jax.jit(partial(reference.search_scales, bits(x.reshape(32, 4, 16)), bits(amax)))
-    plain, weighted = (search(w) for w in (None, bits(weights)))
-    for (scale, codes), w in ((plain, None), (weighted, weights)):
-        want_codes, want_scale = search_by_formula(x, amax, w)
-        assert_bitwise(scale, want_scale, "scale")
-        assert_bitwise(np.asarray(codes).reshape(x.shape), want_codes, "codes")
-    assert 0.2 < np.mean(np.asarray(plain[0]) != weighted[0]) < 0.9
 
 
 # ---------------------------------------------------------------- pairs
