@@ -140,14 +140,22 @@ def _gptq(w: jax.Array, h: jax.Array, amax: jax.Array, spec: QuantSpec, damping:
 def _inverse_factor(h: jax.Array, damping: float) -> jax.Array:
     """Returns U, upper triangular, with U^T U = (H + damping mean(diag H) I)^-1.
 
-    The Cholesky factor of H with its rows and columns in descending order, turned back, is an upper R with R R^T = H.
-    Then U = R^-1, and H is not inverted.
+    It is R^-1, and H is not inverted.
+    """
+    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
+    return jax.scipy.linalg.solve_triangular(damped_factor(h, damping), eye, lower=False)
+
+
+@partial(jax.jit, static_argnames="damping")
+def damped_factor(h: jax.Array, damping: float) -> jax.Array:
+    """Returns R, upper triangular, with R R^T = H + damping mean(diag H) I; NaN if that is not positive definite.
+
+    It is the Cholesky factor of H with its rows and columns in descending order, turned back.
     """
     mean = jnp.mean(jnp.diagonal(h))
     eye = jnp.eye(h.shape[-1], dtype=h.dtype)
     damped = h / jnp.where(mean > 0, mean, 1) + jnp.where(mean > 0, damping, 1) * eye
-    r = jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
-    return jax.scipy.linalg.solve_triangular(r, eye, lower=False)
+    return jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
 
 
 def _round_group(

@@ -231,6 +231,8 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
     text = "scale that maps the largest of 16 to 6, or the one of least error (default max6)"
     add("--scales", choices=("max6", "search"), default="max6", help=text)
+    text = "round weights by GPTQ: X^T X of what they multiply by weight, in a safetensors file or a folder of some"
+    option("hessians", text, type=Path, metavar="FILE")
     option("share", r"share a global scale in further groups: (PARENT)\.ROLE", metavar="EXPRESSION")
 
     add, option = group("selection", 'MODEL OUTPUT --ignore "*.o_proj" --strict')

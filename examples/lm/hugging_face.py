@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -107,10 +108,21 @@ def to_hugging_face(params: Tree, config: Config) -> dict[str, NVFP4Tensor | Arr
 def from_hugging_face(tensors: Mapping[str, NVFP4Tensor | Array | np.ndarray]) -> Tree:
     """Makes the weights of a Llama from the tensors of a checkpoint, quantized ones included."""
     tree = from_hf(tensors, RULES)
-    layers = tree["layers"]
+    return {**tree, "layers": _joined(tree["layers"])}
+
+
+def layer_from_hugging_face(tensors: Mapping[str, NVFP4Tensor | Array | np.ndarray], layer: int) -> Tree:
+    """Makes the weights of one layer, without the axis of layers, and reads no others."""
+    own = f"model.layers.{layer}."
+    as_first = {name.replace(own, "model.layers.0.", 1): tensors[name] for name in tensors if name.startswith(own)}
+    layers = _joined(from_hf(as_first, [rule for rule in RULES if rule.stack])["layers"])
+    return jax.tree.map(lambda w: w[0], layers)
+
+
+def _joined(layers: Tree) -> Tree:
     layers["qkv"] = join_rows(*(layers.pop(part) for part in "qkv"))
     layers["mlp_up"] = join_rows(layers.pop("gate"), layers.pop("up"))
-    return tree
+    return layers
 
 
 def input_amaxes(checkpoint: Checkpoint, layers: int) -> list[dict[str, Array]]:

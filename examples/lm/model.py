@@ -233,6 +233,13 @@ def mlp(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> A
 FeedForward = Callable[[Array, Tree, Config, Linear, Array], Array]
 
 
+def block(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array, feed_forward: FeedForward = mlp) -> Array:
+    normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
+    x = x + attention(normed, layer, config, linear, keys[:2])
+    normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)
+    return x + feed_forward(normed, layer, config, linear, keys[2:])
+
+
 # Model
 
 
@@ -277,11 +284,8 @@ def logits(
       feed_forward: what follows the attention in each block.
     """
 
-    def block(x: Array, layer: Tree, keys: Array, linear: Linear) -> Array:
-        normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
-        x = x + attention(normed, layer, config, linear, keys[:2])
-        normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)
-        return x + feed_forward(normed, layer, config, linear, keys[2:])
+    def run(x: Array, layer: Tree, keys: Array, linear: Linear) -> Array:
+        return block(x, layer, config, linear, keys, feed_forward)
 
     x = embed(tokens, params["embedding"])
     if config.architecture == "gpt":
@@ -289,10 +293,10 @@ def logits(
     x = x.astype(jnp.bfloat16)
     keys = jax.random.split(key, (config.layers, 4))  # one for each linear layer
     if callable(linear):
-        x, _ = jax.lax.scan(lambda x, of: (block(x, *of, linear), None), x, (params["layers"], keys))
+        x, _ = jax.lax.scan(lambda x, of: (run(x, *of, linear), None), x, (params["layers"], keys))
     else:
         for i, of_block in enumerate(linear):
-            x = block(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), keys[i], of_block)
+            x = run(x, jax.tree.map(lambda w, i=i: w[i], params["layers"]), keys[i], of_block)
     return unembed(x, params, config)
 
 

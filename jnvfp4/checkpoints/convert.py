@@ -73,7 +73,8 @@ def convert_checkpoint(
       source: a directory of safetensors files, or one such file.
       output: a new or empty directory.
       options: which weights are quantized, how, and in which layout they are stored.
-      device: the device that quantizes, by default the first CPU device. The bytes are the same on every device.
+      device: the device that quantizes, by default the first CPU device. The bytes are the same on every device,
+        except of weights that are rounded by GPTQ.
       implementation: as for ``jnvfp4.quantize``.
       workers: how many tensors are worked on at once. The bytes are the same with any number.
       overwrite: whether ``output`` may have files. Its config, its index and the shards that a conversion wrote are
@@ -94,11 +95,12 @@ def convert_checkpoint(
     _check_space(plan, output, record)
     check_companions(plan.source)
     amaxes, not_finite, inexact = find_amaxes(plan, workers)
-    plan.source.check_unchanged()
+    device = jax.local_devices(backend="cpu")[0] if device is None else device
+    unseen = _unseen(plan, device)
+    plan.check_unchanged()
     if not_finite:
         plan = plan_without(plan, not_finite)
         _check_space(plan, output, record)
-    device = jax.local_devices(backend="cpu")[0] if device is None else device
     writer = ShardWriter(plan, amaxes, _metadata(plan), device, implementation, workers, on_progress)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -108,12 +110,12 @@ def convert_checkpoint(
             with unfinished(output, record.state, lambda: record.shards):
                 seconds = _write_shards(writer, output, record)
                 not_copied = copy_companions(plan.source, output)
-                plan.source.check_unchanged()
+                plan.check_unchanged()
                 for name, value in plan.files.items():
                     write_json(output / name, value)
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
-    warnings = plan.warnings + _tiny_amaxes(amaxes) + removed + not_copied + _read_otherwise(output)
+    warnings = plan.warnings + unseen + _tiny_amaxes(amaxes) + removed + not_copied + _read_otherwise(output)
     return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, inexact, warnings)
 
 
@@ -149,6 +151,14 @@ def _check_space(plan: Plan, output: Path, record: ResumeRecord) -> None:
     """Raises if the disk has no room for the shards that are not finished."""
     sizes = [sum(item.nbytes for item in items) for name, items in plan.shards.items() if name not in record.shards]
     check_free_space(output, sizes)
+
+
+def _unseen(plan: Plan, device: jax.Device) -> tuple[str, ...]:
+    """Checks the hessians, and warns of those that have seen nothing."""
+    if plan.hessians is None or not (unseen := [*plan.hessians.check(device)]):
+        return ()
+    text = f"{len(unseen)} hessians are 0, as of inputs that were never seen; weights are quantized without them"
+    return (f"{plan.options.hessians}: {text}: {'; '.join(unseen)}",)
 
 
 def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:

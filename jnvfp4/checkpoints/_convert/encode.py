@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._ops.arguments import Implementation
 from ..._ops.quantize import quantize
+from ...calibration import gptq
 from ...spec import QuantSpec
 from .._files.errors import CheckpointError
 from .._files.files import Rows, slices
@@ -79,3 +80,16 @@ def encode(
         t = quantize(on_device, spec, amax=amax_on_device, implementation=implementation)
         n = rows.stop - rows.start
         yield rows.start, np.asarray(t.data)[:n], np.asarray(t.scale)[:n].view(np.uint8)
+
+
+def encode_by_gptq(
+    x: np.ndarray | Rows, amax: np.ndarray, hessian: np.ndarray, spec: QuantSpec, device: jax.Device
+) -> tuple[int, np.ndarray, np.ndarray]:
+    """Quantizes a finite weight [N, K] as a whole by its amax, float32 [] or [N], and the hessian [K, K] of its inputs.
+
+    Returns:
+      0, the first row, the codes uint8 [N, K/2] and the block scales uint8 [N, K/16].
+    """
+    w, h, amax_on_device = jax.device_put((np.ascontiguousarray(x[:]), hessian, np.asarray(amax, np.float32)), device)
+    t = gptq(w, h, spec, amax=amax_on_device)
+    return 0, np.asarray(t.data), np.asarray(t.scale).view(np.uint8)

@@ -23,6 +23,9 @@ class ConvertOptions:
     Attributes:
       layout: the layout of the output.
       spec: how weights are quantized: rounded to nearest, not rotated, with an amax per tensor or (layout te) per row.
+      hessians: a safetensors file, or a folder of some, with ``jnvfp4.calibration.hessian`` of what layers multiply:
+        float32 [K, K] (stacks of experts: [E, K, K]) by the name of the weight or its module. One of q, k and v, or of
+        gate and up, is enough. Weights that have one are rounded by GPTQ, whose bits may differ between devices.
       preset: which weights are quantized, before the rules below: every projection, or only the experts.
       targets: patterns (``jnvfp4._patterns.matches``); only modules that match one are quantized.
       ignore: patterns; modules that match one are left unquantized.
@@ -47,6 +50,7 @@ class ConvertOptions:
 
     layout: LayoutName = "modelopt"
     spec: QuantSpec = NVFP4
+    hessians: Path | None = None
     preset: Preset = "linear"
     targets: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
@@ -73,6 +77,7 @@ class ConvertOptions:
         if self.dequantize_input == "mxfp4" and self.spec != NVFP4:
             clauses = {"dequantize_input": "is mxfp4", "spec": f"is {self.recipe}, {self.spec.block_rows}x16"}
             raise OptionError(clauses, "nvfp4 with 1x16 blocks, which can have the scales of MXFP4")
+        _check_hessians(self)
         for name in ("targets", "ignore", "share"):
             for pattern in getattr(self, name):
                 _check_pattern(name, pattern)
@@ -87,7 +92,7 @@ class ConvertOptions:
     def recipe(self) -> str:
         """The name of the spec that a checkpoint has for people to read; nothing depends on it."""
         name = "4over6" if self.spec.select in ("mae", "mse") else "row-scaled" if self.row_scaled else "nvfp4"
-        return f"{name}{'-search' * (self.spec.select == 'search')}"
+        return f"{name}{'-search' * (self.spec.select == 'search')}{'-gptq' * (self.hessians is not None)}"
 
 
 def is_number(v: object) -> bool:
@@ -140,6 +145,18 @@ def _check_spec(spec: QuantSpec, layout: LayoutName) -> None:
     if spec.format.amax_scope == "row" and not LAYOUTS[layout].stores_amax:
         clauses = {"spec": "has an amax per row", "layout": f"is {layout}"}
         raise OptionError(clauses, f"layout {layouts_with(lambda x: x.stores_amax)}, which can store them")
+
+
+def _check_hessians(o: ConvertOptions) -> None:
+    """Raises if the option has a wrong value, or an effect that another option rules out."""
+    if not (o.hessians is None or isinstance(o.hessians, Path)):
+        raise OptionError({"hessians": f"is {o.hessians!r}"}, "the Path of a file, or of a folder")
+    if o.hessians is not None and o.spec.block_rows != 1:
+        clauses = {"hessians": f"is {o.hessians}", "spec": f"has {o.spec.block_rows}x16 blocks"}
+        raise OptionError(clauses, "1x16 blocks, which GPTQ rounds a column at a time")
+    if o.hessians is not None and o.dequantize_input == "mxfp4":
+        clauses = {"hessians": f"is {o.hessians}", "dequantize_input": "is mxfp4"}
+        raise OptionError(clauses, "one of them, since values of MXFP4 are kept")
 
 
 def _check_pattern(name: str, pattern: str) -> None:

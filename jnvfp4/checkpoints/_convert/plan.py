@@ -16,6 +16,7 @@ from .._layouts.loaders import linear_modules
 from .._layouts.names import Group, is_kv_scale, module_of, sibling_experts, split_role
 from .._layouts.unsupported import factors, mlx_refusal
 from .choices import Choice, choose
+from .hessians import Hessians, open_hessians
 from .options import ConvertOptions, is_amax
 from .views import converted_view
 
@@ -53,6 +54,7 @@ class Plan:
       shards: the items of each output file, by file name.
       ignore: the ignore list, which names the unquantized modules to loaders.
       input_scales: the activation scales, by module.
+      hessians: of what the weights multiply, if they are rounded by GPTQ.
       files: the JSON files beside the shards by name, in the order in which they are written.
       other_warnings: warnings, except of uncalibrated activations.
     """
@@ -65,6 +67,7 @@ class Plan:
     shards: Mapping[str, tuple[Item, ...]]
     ignore: tuple[str, ...]
     input_scales: Mapping[str, float]
+    hessians: Hessians | None
     files: Mapping[str, JSON]
     other_warnings: tuple[str, ...]
 
@@ -90,6 +93,12 @@ class Plan:
         """The bytes of all tensors that are written."""
         return sum(item.nbytes for item in self.items.values())
 
+    def check_unchanged(self) -> None:
+        """Raises if a file that is read is another one than when it was opened."""
+        self.source.check_unchanged()
+        if self.hessians is not None:
+            self.hessians.source.check_unchanged()
+
 
 def make_plan(source: Source, options: ConvertOptions) -> Plan:
     """Decides everything that can be decided without data, and checks that loaders agree with it.
@@ -103,8 +112,17 @@ def make_plan(source: Source, options: ConvertOptions) -> Plan:
     check_finite(view.config, source.directory / CONFIG)
     choices, groups, warnings = choose(view, options)
     scales, uncalibrated = _input_scales(options, groups, {*map(module_of, choices)})
+    hessians = None if options.hessians is None else open_hessians(options.hessians, choices)
     warnings = view.file_warnings + view.warnings + warnings + uncalibrated + _of_gates(view, groups)
-    return _plan_of(view, options, choices, groups, scales, warnings)
+    warnings += _without_hessians(hessians, options.hessians)
+    return _plan_of(view, options, choices, groups, scales, hessians, warnings)
+
+
+def _without_hessians(hessians: Hessians | None, path: Path | None) -> tuple[str, ...]:
+    if hessians is None or not hessians.missing:
+        return ()
+    text = f"{len(hessians.missing)} modules have no hessian, and are quantized without one"
+    return (f"{path}: {text}: {', '.join(hessians.missing)}",)
 
 
 def _of_gates(source: Source, groups: Collection[Group]) -> tuple[str, ...]:
@@ -126,7 +144,7 @@ def plan_without(plan: Plan, not_finite: Collection[Group]) -> Plan:
     for item in (plan.weights[m] for g in not_finite for m in g.members):
         choices[item.name] = replace(item.choice, reason="not finite")
     scales = {m: plan.input_scales[m] for g in groups for m in g.members if m in plan.input_scales}
-    return _plan_of(plan.source, plan.options, choices, groups, scales, plan.other_warnings)
+    return _plan_of(plan.source, plan.options, choices, groups, scales, plan.hessians, plan.other_warnings)
 
 
 def _plan_of(
@@ -135,6 +153,7 @@ def _plan_of(
     choices: Mapping[str, Choice],
     groups: tuple[Group, ...],
     input_scales: Mapping[str, float],
+    hessians: Hessians | None,
     other_warnings: tuple[str, ...],
 ) -> Plan:
     kept = linear_modules(d.entry for d in choices.values() if not d.quantizes)
@@ -150,7 +169,8 @@ def _plan_of(
     outputs = {name: [p for item in items for p in item.outputs] for name, items in shards.items()}
     index = index_file(outputs, source.stem)
     files = configs | index  # the index is last, so that an interrupted output looks incomplete
-    return Plan(source, options, groups, items, weights, shards, tuple(ignore), input_scales, files, other_warnings)
+    ignored = tuple(ignore)
+    return Plan(source, options, groups, items, weights, shards, ignored, input_scales, hessians, files, other_warnings)
 
 
 def _refuse_quantized(source: Source) -> None:

@@ -9,7 +9,7 @@ from ..._version import __version__
 from .._files.errors import CheckpointError, Exit
 from .._files.files import RECORD, is_temporary, write_json
 from .._files.safetensors import JSON
-from .._files.source import CONFIG, Source, read_json
+from .._files.source import CONFIG, Source, open_source, read_json
 from .options import ConvertOptions
 
 
@@ -24,6 +24,8 @@ def _state_of_options(options: ConvertOptions) -> JSON:
     values = {**dataclasses.asdict(options), "version": __version__}
     del values["chunk_bytes"]
     amax = options.input_amax
+    hessians = None if options.hessians is None else open_source(options.hessians)
+    values["hessians"] = hessians and _state_of_files(hessians)
     values["input_amax"] = file_digest(amax) if isinstance(amax, Path) else amax if amax is None else float(amax)
     return json.loads(json.dumps(values))
 
@@ -31,7 +33,11 @@ def _state_of_options(options: ConvertOptions) -> JSON:
 def _state_of_source(source: Source) -> JSON:
     """Describes the source: a digest of the config; size, time and a digest of the header of each file."""
     config = hashlib.sha256(json.dumps(source.config, sort_keys=True).encode()).hexdigest()
-    return {CONFIG: config, **{name: list(file.state) for name, file in source.files.items()}}
+    return {CONFIG: config, **_state_of_files(source)}
+
+
+def _state_of_files(source: Source) -> JSON:
+    return {name: list(file.state) for name, file in source.files.items()}
 
 
 class ResumeRecord:

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TypeVar
 
 import jax
@@ -16,7 +17,7 @@ from .._files.files import Rows, pieces
 from .._files.safetensors import DTYPES, writing
 from .._layouts.base import Parts
 from .._layouts.names import Group
-from .encode import Amax, Implementation, encode, find_amax
+from .encode import Amax, Implementation, encode, encode_by_gptq, find_amax
 from .mxfp4 import count_inexact, encode_powers, find_power_amax
 from .plan import Item, Plan
 
@@ -111,6 +112,7 @@ class ShardWriter:
     implementation: Implementation
     workers: int
     on_progress: OnProgress
+    _gptq: Lock = field(default_factory=Lock)  # one weight at a time, since its hessian may be larger than the weight
 
     def write(self, path: Path, items: Iterable[Item]) -> dict[str, float]:
         """Writes one file, and gives the seconds that each tensor took, by name."""
@@ -152,6 +154,8 @@ class ShardWriter:
         dtype = DTYPES[self.plan.layout.scales_tag]
         if item.choice.entry.mxfp4:
             encoded = encode_powers(x, amax, options.chunk_bytes)
+        elif (by_gptq := self._by_gptq(item, x, amax, expert)) is not None:
+            encoded = iter([by_gptq])
         else:
             encoded = encode(x, amax, options.spec, self.device, options.chunk_bytes, self.implementation)
         if item.choice.entry.kn:
@@ -160,3 +164,14 @@ class ShardWriter:
         for first, codes, scales in encoded:
             yield parts.codes, (expert * n + first) * (k // 2), codes
             yield parts.scales, (expert * n + first) * (k // BLOCK), scales.view(dtype)
+
+    def _by_gptq(
+        self, item: Item, x: np.ndarray | Rows, amax: np.ndarray, expert: int
+    ) -> tuple[int, np.ndarray, np.ndarray] | None:
+        """Quantizes a weight or an expert as a whole, if its inputs were seen."""
+        if self.plan.hessians is None:
+            return None
+        with self._gptq:
+            hessian = self.plan.hessians.read(item.module, expert)
+            spec = self.plan.options.spec
+            return None if hessian is None else encode_by_gptq(x, amax, hessian, spec, self.device)
