@@ -26,7 +26,7 @@ from jnvfp4 import QuantSpec
 from jnvfp4.calibration import gptq, hessian
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from lm.config import Config, step_count
-from lm.data import windows
+from lm.data import spread
 from lm.hugging_face import JOINED, layer_from_hugging_face, read_config
 from lm.model import Tree, bf16_linear, block, converted_linear
 
@@ -47,17 +47,6 @@ def read_tokens(model: Path, text: Path, vocabulary: int) -> np.ndarray:
     if vocabulary != 256:
         raise ValueError(f"{path} is missing, and {vocabulary} tokens are no bytes")
     return np.frombuffer(text.read_bytes(), np.uint8)
-
-
-def spread(tokens: np.ndarray, sequences: int, seq: int) -> np.ndarray:
-    """Cuts [sequences, seq] tokens, evenly spaced over a text.
-
-    Raises:
-      ValueError: the text is shorter than a sequence.
-    """
-    if len(tokens) < seq:
-        raise ValueError(f"the text must have {seq} tokens or more, got {len(tokens)}: pass a shorter --seq")
-    return windows(tokens, np.linspace(0, len(tokens) - seq, sequences).astype(int), seq - 1)
 
 
 KEYS = jax.random.split(jax.random.key(0), 4)  # nothing rounds stochastically

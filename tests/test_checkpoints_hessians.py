@@ -241,7 +241,7 @@ for model in sys.argv[1:]:
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads VmHWM of /proc")
 def test_one_hessian_is_in_memory(tmp_path):
     """With several workers, and whatever their number."""
-    k, w, h = 3072, array(32, 3072), np.eye(3072, dtype=np.float32)  # smaller ones fragment the heap
+    w, h = array(32, 3072), np.eye(3072, dtype=np.float32)  # smaller ones fragment the heap
     models = []
     for count in (2, 6):
         names = [f"model.layers.{i}.mlp.down_proj" for i in range(count)]

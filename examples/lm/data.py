@@ -31,13 +31,22 @@ def train_batch(text: np.ndarray, config: Config, seed: int, step: int) -> np.nd
     return windows(text, starts, config.seq)
 
 
+def spread(text: np.ndarray, count: int, length: int) -> np.ndarray:
+    """Cuts [count, length] bytes or tokens, evenly spaced over the text.
+
+    Raises:
+      ValueError: the text is shorter than one of them.
+    """
+    if len(text) < length:
+        raise ValueError(f"the text must have {length} tokens or more, got {len(text)}")
+    return windows(text, np.linspace(0, len(text) - length, count).astype(int), length - 1)
+
+
 def val_batches(text: np.ndarray, config: Config) -> np.ndarray:
     """Cuts [val_batches, batch, seq + 1] bytes or tokens, evenly spaced over the validation text.
 
     Raises:
-      ValueError: the text is shorter than a sequence.
+      ValueError: the text is shorter than a sequence and its last target.
     """
-    if len(text) <= config.seq:
-        raise ValueError(f"the validation text must have more than {config.seq} tokens, got {len(text)}")
-    starts = np.linspace(0, len(text) - config.seq - 1, config.val_batches * config.batch).astype(int)
-    return windows(text, starts, config.seq).reshape(config.val_batches, config.batch, -1)
+    sequences = spread(text, config.val_batches * config.batch, config.seq + 1)
+    return sequences.reshape(config.val_batches, config.batch, -1)
