@@ -15,6 +15,8 @@ from ._ops.arguments import Checks, operation
 from ._ops.quantize import quantize
 from .spec import BLOCK, NVFP4, QuantSpec
 
+__all__ = ["gptq", "hessian"]
+
 
 def hessian(x: ArrayLike) -> jax.Array:
     """Computes X^T X of what a layer multiplies by its weights. Add those of all batches.

@@ -30,14 +30,13 @@ class Hessians:
     missing: tuple[str, ...]
 
     def read(self, module: str, expert: int) -> np.ndarray | None:
-        """Reads what a weight is rounded by, or an expert of a stack; None without one, or if it has seen nothing."""
-        name = self.names.get(module)
-        h = None if name is None else self._read(self.source.entry(name), expert)
-        return h if h is not None and h.any() else None
+        """Reads the hessian of a module, or of an expert of a stack; None if it has seen nothing."""
+        h = self._read(self.source.entry(self.names[module]), expert)
+        return h if h.any() else None
 
     def _read(self, entry: Planned, expert: int) -> np.ndarray:
-        stacked = len(entry.shape) == 3
-        return self.source.read(entry.name, slice(expert, expert + 1))[0] if stacked else self.source.read(entry.name)
+        rows = slice(expert, expert + 1)
+        return self.source.read(entry.name, rows)[0] if len(entry.shape) == 3 else self.source.read(entry.name)
 
     def check(self, device: jax.Device) -> Iterator[str]:
         """Reads all of them, one after another, and names those that have seen nothing.
@@ -47,8 +46,9 @@ class Hessians:
         """
         for name in dict.fromkeys(self.names.values()):
             entry = self.source.entry(name)
-            for expert in range(entry.shape[0] if len(entry.shape) == 3 else 1):
-                h, where = self._read(entry, expert), f", expert {expert}" * (len(entry.shape) == 3)
+            stacked = len(entry.shape) == 3
+            for expert in range(entry.shape[0] if stacked else 1):
+                h, where = self._read(entry, expert), f", expert {expert}" if stacked else ""
                 if not h.any():
                     yield f"{name}{where}"
                 elif not np.isfinite(h).all():

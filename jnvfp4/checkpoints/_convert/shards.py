@@ -169,9 +169,9 @@ class ShardWriter:
         self, item: Item, x: np.ndarray | Rows, amax: np.ndarray, expert: int
     ) -> tuple[int, np.ndarray, np.ndarray] | None:
         """Quantizes a weight or an expert as a whole, if its inputs were seen."""
-        if self.plan.hessians is None:
+        hessians = self.plan.hessians
+        if hessians is None or item.module not in hessians.names:
             return None
         with self._gptq:
-            hessian = self.plan.hessians.read(item.module, expert)
-            spec = self.plan.options.spec
-            return None if hessian is None else encode_by_gptq(x, amax, hessian, spec, self.device)
+            h = hessians.read(item.module, expert)
+            return None if h is None else encode_by_gptq(x, amax, h, self.plan.options.spec, self.device)
