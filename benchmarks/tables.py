@@ -7,7 +7,7 @@ is written by hand.
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
@@ -202,19 +202,23 @@ def published() -> Iterable[Cells]:
         yield *of, f"{fmean(percent(arm)):.2f}", f"{nats(arm):.3f}"
 
 
-EARLIER = ("16x16 tiles", "16x16 tiles of w", "row-scaled x", "window64 x")  # of four models, measured before
+def quantized_cells(rows: Sequence[Mapping[str, Any]]) -> Iterable[Cells]:
+    """Rows of ``quantize_trained``: by size the loss above bfloat16 and the part of the gap that is closed."""
+
+    def shown(value: Sequence[float | None] | None, form: str) -> str:
+        if value is None:
+            return ""
+        mean, error = value
+        return f"{mean:{form}}" + ("" if error is None else f" ± {error:{form.lstrip('+')}}")
+
+    for row in rows[1:]:
+        above, closed = row["gap_percent"], row.get("closed_percent", {})
+        of_sizes = (cell for size in above for cell in (shown(above[size], "+.3f"), shown(closed.get(size), ".1f")))
+        yield [row["quantized"], row["method"], *of_sizes, shown(closed.get("all"), ".1f")]
 
 
 def quantized_models() -> Iterable[Cells]:
-    later, earlier = (load(f"pretrain_lm/{name}")["rows"] for name in ("calibrated", "quantized"))
-    rows = [(row, 3) for row in later if "gap_percent" in row] + [
-        (row, 4) for row in earlier if row["recipe"] in EARLIER
-    ]
-    for row, models in sorted(rows, key=lambda of: len(of[0]["quantized"])):
-        above = f"{row['gap_percent']:+.3f} ± {row['standard_error']:.3f}"
-        closed = "" if row.get("closed_percent") is None else f"{row['closed_percent']:.1f}"
-        error = f" ± {row['closed_standard_error']:.1f}" if "closed_standard_error" in row else ""
-        yield [row["quantized"], row.get("method") or row["recipe"], str(models), above, closed + error]
+    return quantized_cells(load("pretrain_lm/quantized")["rows"])
 
 
 PEERS = ("bf16 cudnn", "bf16 torch cudnn", "bf16 torch flash")
@@ -294,7 +298,10 @@ TABLES = {
         "arm | seeds | validation loss | above bf16, % | in nats | above pretrain, % | ms a step", pretraining
     ),
     "published": Table(" | theirs, % (30 to 200 M) | nats | ours, % (4.8 M) | nats", published),
-    "quantized": Table("quantized | method | models | loss above bf16, % | closed, %", quantized_models),
+    "quantized": Table(
+        "quantized | method | 4.8 M: above bf16, % | closed, % | 12.4 M: above bf16, % | closed, % | both: closed, %",
+        quantized_models,
+    ),
     "attention": Table(
         "sequences | tokens | bfloat16: cuDNN by JAX | by PyTorch | flash by PyTorch | NVFP4 | in pages | GB/s",
         attention,

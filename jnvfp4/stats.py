@@ -33,7 +33,7 @@ class OperandStats:
 
     In a call they concern the tensor that fprop reads (of dy, that dgrad reads), in its orientation; where that GEMM
     quantizes none, the transposed one of wgrad (of w, of dgrad). For a spec with ``rht`` they concern rotated values.
-    Of a tensor with 1,024 rows or more, every eighth row along the axis before the last counts; the amax is of all.
+    Of a tensor with 512 rows or more, every 16th row along the axis before the last counts; the amax is of all.
 
     Attributes:
       calls: how often the layer ran: microbatches, devices of a ``shard_map``, examples of ``vmap``, layers of a scan

@@ -275,9 +275,12 @@ def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
     rows = json.loads((tmp_path / "quantized.json").read_text())["rows"]
     kinds = ["", *["weights"] * 7, *["activations"] * 5, *["weights and activations"] * 8]
     assert [row["quantized"] for row in rows] == kinds
-    assert all(abs(row["gap_percent"]) < 5 for row in rows[1:])
-    assert len({row["perplexity"] for row in rows}) == len(rows)
-    assert all(row["closed_standard_error"] > 0 for row in rows if "closed_percent" in row)
+    assert all(len(row["losses"]["0.2 M"]) == 2 for row in rows)
+    assert all(abs(row["gap_percent"]["0.2 M"][0]) < 5 for row in rows[1:])
+    assert len({str(row["losses"]) for row in rows}) == len(rows)
+    closed = [row["closed_percent"] for row in rows if "closed_percent" in row]
+    assert len(closed) == len(rows) - 4
+    assert all(error > 0 for of in closed for _, error in of.values())
 
 
 def documented() -> list[str]:

@@ -1,25 +1,24 @@
 """Quantizes models that pretrain_lm trained in bfloat16, and measures what each inference recipe costs.
 
     pip install ".[pretrain]"
-    python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2
-    python -m benchmarks.quality.quantize_trained out/pretrain_lm/bf16/seed*
+    python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2 --tokens out/t.npz --out out/5m
+    python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2 --tokens out/t.npz --out out/12m --preset gpu-12m
+    python -m benchmarks.quality.quantize_trained out/*m/bf16/seed* --tokens out/t.npz
 
 Nothing is trained. The weights of the linear layers of all blocks are quantized, or activations, or both, and the
-perplexity of windows spread evenly over the validation text is computed. GPTQ sees 128 windows, spread evenly over the
-training text.
-The gap of a method is how far the loss, the logarithm of the perplexity, lies above that of bfloat16, averaged over the
-models with its standard error. "closed" is the part of the gap of plain NVFP4, of the same kind, that a method closes,
-with the standard error over models.
+perplexity of windows spread evenly over the validation text is computed. GPTQ sees 512 windows, spread evenly over the
+training text. The gap of a method is how far the loss, the logarithm of the perplexity, lies above that of bfloat16,
+averaged over the models of a size with its standard error. "closed" is the part of the gap of plain NVFP4, of the same
+kind, that a method closes in a model, averaged likewise, and over all models.
 
-The weights of the first model also go through the checkpoint converter, whose tensors must have the bytes of those that
-are quantized here.
+The weights of the first model of a size also go through the checkpoint converter, whose tensors must have the bytes of
+those that are quantized here.
 
 Prints a table, and writes ``quantized.json`` to ``--out``.
 """
 
 import argparse
 import json
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -42,8 +41,9 @@ from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
 from lm.model import Linear, Tree, bf16_linear, logits, loss_fn
 
+from ..tables import quantized_cells
 from . import corpus
-from .pretrain import BASELINE, Checkpoint, read_finished
+from .pretrain import BASELINE, Checkpoint, block_weights, read_finished
 
 FOUR_OVER_SIX = four_over_six()
 MSE_448 = four_over_six("mse", e4m3_max=448)
@@ -60,12 +60,15 @@ class Method(NamedTuple):
       w: the spec of the weights; None leaves them in bfloat16.
       x: that of the activations, likewise.
       by_gptq: whether the weights are rounded by GPTQ.
+      fitted: whether GPTQ minds that x is quantized: H is that of quantized x, and the weights are first replaced by
+        those whose products with quantized x are nearest to w x (as GPTAQ, arXiv 2504.02692, does column by column).
       twice: whether x is the sum of two NVFP4 tensors, the second of what the first leaves.
     """
 
     w: QuantSpec | None
     x: QuantSpec | None = None
     by_gptq: bool = False
+    fitted: bool = False
     twice: bool = False
 
 
@@ -93,49 +96,63 @@ BOTH: dict[str, Method] = {
     "window64 x": Method(NVFP4, WINDOW64),
     "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
     "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True),
-    "the same, x by squared errors, 448": Method(SEARCH, ROW_MSE_448, by_gptq=True),
+    "the same, w fitted to quantized x": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True, fitted=True),
     "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
 }
-CALIBRATION, AT_ONCE = 128, 16  # windows of the training text
+CALIBRATION, AT_ONCE = 512, 16  # windows of the training text
 LAYOUTS: tuple[Literal["modelopt", "te"], ...] = ("modelopt", "te")
 KINDS = {"weights": WEIGHTS, "activations": ACTIVATIONS, "weights and activations": BOTH}
 
 
 # Weights
 
-Hessians = dict[str, Array]  # of the inputs of a kind of layers, float32 [layers, K, K]
+
+class Seen(NamedTuple):
+    """Holds sums over what a kind of layers multiplies, float32 [layers, K, K]: X, and Q = ROW_FOUR_OVER_SIX of X."""
+
+    xx: Array  # X^T X
+    qq: Array  # Q^T Q
+    xq: Array  # X^T Q
 
 
 @partial(jax.jit, static_argnames="config")
-def hessians(params: Tree, tokens: Array, config: Config) -> Hessians:
-    """Sums X^T X of what the linear layers of each block multiply; tokens are integers [batches, sequences, seq]."""
+def calibrate(params: Tree, tokens: Array, config: Config) -> dict[str, Seen]:
+    """Sums over tokens, integers [batches, sequences, seq], what the linear layers of each block multiply, by name."""
 
-    def of_batch(batch: Array) -> Hessians:
-        seen: dict[str, list[Array]] = {}
+    def of_batch(batch: Array) -> dict[str, Seen]:
+        seen: dict[str, list[Seen]] = {}
 
         def linear(x: Array, w: Array, key: Array, name: str) -> Array:
-            seen.setdefault(name, []).append(hessian(x))
+            q = jnvfp4.fake_quant(x, ROW_FOUR_OVER_SIX).astype(x.dtype)
+            xq = jnp.einsum("...j,...k->jk", x, q, precision="highest", preferred_element_type=jnp.float32)
+            seen.setdefault(name, []).append(Seen(hessian(x), hessian(q), xq))
             return bf16_linear(x, w, key, name)
 
         logits(params, batch, config, [linear] * config.layers, jax.random.key(0))
-        return {name: jnp.stack(of_block) for name, of_block in seen.items()}
+        return {name: jax.tree.map(lambda *of: jnp.stack(of), *blocks) for name, blocks in seen.items()}
 
     return jax.tree.map(lambda h: jnp.sum(h, axis=0), jax.lax.map(of_batch, tokens))
 
 
-def quantized(params: Tree, found: Hessians, method: Method) -> Tree:
-    """Quantizes the weights of the linear layers, stacked over blocks."""
+def fit(w: Array, seen: Seen) -> Array:
+    """Returns the weights whose products with quantized x are nearest to w x; w is [N, K]. Damped as in GPTQ."""
+    w, damping = w.astype(jnp.float32), 0.01 * jnp.mean(jnp.diagonal(seen.qq))
+    wanted = jnp.matmul(w, seen.xq, precision="highest") + damping * w
+    return jnp.linalg.solve(seen.qq + damping * jnp.eye(w.shape[-1]), wanted.T).T
 
+
+def quantized(params: Tree, found: dict[str, Seen], method: Method) -> Tree:
+    """Quantizes the weights of the linear layers, stacked over blocks."""
     spec = method.w
     if spec is None:
         return params
 
-    def weights(name: str, w: Array) -> NVFP4Tensor:
-        if method.by_gptq:
-            return gptq(w, found[name], spec)
-        return jax.vmap(partial(jnvfp4.quantize, spec=spec))(w)
+    def weights(w: Array, seen: Seen) -> NVFP4Tensor:
+        if method.fitted:
+            return gptq(jax.vmap(fit)(w, seen), seen.qq, spec)
+        return gptq(w, seen.xx, spec) if method.by_gptq else jax.vmap(partial(jnvfp4.quantize, spec=spec))(w)
 
-    layers = {name: weights(name, w) if name in found else w for name, w in params["layers"].items()}
+    layers = {name: weights(w, found[name]) if name in found else w for name, w in params["layers"].items()}
     return {**params, "layers": layers}
 
 
@@ -167,10 +184,13 @@ def validation_loss(params: Tree, batches: Array, config: Config, method: Method
     return jnp.mean(jax.lax.map(lambda batch: loss_fn(params, batch, config, linear, jax.random.key(0)), batches))
 
 
-def losses(params: Tree, config: Config, batches: Array, calibration: Array) -> dict[tuple[str, str], float]:
+Losses = Mapping[tuple[str, str], float]  # by what is quantized and the method
+
+
+def losses(params: Tree, config: Config, batches: Array, calibration: Array) -> Losses:
     """Computes the validation loss in bfloat16, under ("", "bf16"), and by every kind and method."""
     found = {("", BASELINE): float(validation_loss(params, batches, config, None))}
-    seen = hessians(params, calibration, config)
+    seen = calibrate(params, calibration, config)
     for kind, methods in KINDS.items():
         for name, method in methods.items():
             of_method = quantized(params, seen, method)
@@ -200,42 +220,34 @@ def check_converter(params: Tree, config: Config, layout: Literal["modelopt", "t
     return len(quantized) * config.layers
 
 
-def spread(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean; None for one value."""
-    return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+def figures(values: np.ndarray) -> tuple[float, float | None]:
+    """Returns the mean and its standard error; None instead of that of one value."""
+    return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
 
 
-def summarize(found: Sequence[Mapping[tuple[str, str], float]]) -> list[dict[str, Any]]:
-    """Makes the rows of the table of what each model showed."""
-    base = np.array([of[("", BASELINE)] for of in found])
-    rows: list[dict[str, Any]] = [{"quantized": "", "method": BASELINE, "perplexity": math.exp(np.mean(base))}]
+def summarize(found: Mapping[str, Sequence[Losses]]) -> list[dict[str, Any]]:
+    """Makes the rows of the table of what each model showed, by size.
+
+    A row has what is quantized, the method, the losses of models by size, and means with standard errors: of the gap in
+    percent of the loss by size, and of the part of the gap that is closed, in percent, by size and over ``all``.
+    """
+
+    def of(kind: str, name: str) -> dict[str, np.ndarray]:
+        return {size: np.array([losses[kind, name] for losses in models]) for size, models in found.items()}
+
+    base = of("", BASELINE)
+    rows = [{"quantized": "", "method": BASELINE, "losses": {size: v.tolist() for size, v in base.items()}}]
     for kind, methods in KINDS.items():
-        above = {name: np.array([of[kind, name] for of in found]) - base for name in methods}
-        plain = next(iter(above.values()))
-        for name, gaps in above.items():
-            row = {"quantized": kind, "method": name, "perplexity": math.exp(np.mean(base + gaps))}
-            percent, closed = 100 * gaps / base, 100 * (1 - gaps / plain)
-            row |= {"gap_nats": float(np.mean(gaps)), "gap_percent": float(np.mean(percent))}
-            row["standard_error"] = spread(percent)
-            if gaps is not plain:
-                row |= {"closed_percent": float(np.mean(closed)), "closed_standard_error": spread(closed)}
-            rows.append(row)
+        plain = {size: v - base[size] for size, v in of(kind, next(iter(methods))).items()}
+        for i, name in enumerate(methods):
+            losses = of(kind, name)
+            gaps = {size: v - base[size] for size, v in losses.items()}
+            closed = {size: 100 * (1 - v / plain[size]) for size, v in gaps.items()}
+            closed["all"] = np.concatenate(list(closed.values()))
+            row = {"quantized": kind, "method": name, "losses": {size: v.tolist() for size, v in losses.items()}}
+            row["gap_percent"] = {size: figures(100 * v / base[size]) for size, v in gaps.items()}
+            rows.append(row | ({"closed_percent": {size: figures(v) for size, v in closed.items()}} if i else {}))
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    heads = ["quantized", "method", "perplexity", "loss above bf16, %", "closed, %"]
-    cells = [heads, ["---"] * len(heads)]
-    for row in rows:
-        above, closed = (
-            "" if of not in row else f"{row[of]:{form}}" + ("" if row[error] is None else f" ± {row[error]:{form[1:]}}")
-            for of, error, form in (
-                ("gap_percent", "standard_error", "+.3f"),
-                ("closed_percent", "closed_standard_error", "-.1f"),
-            )
-        )
-        cells.append([row["quantized"], row["method"], f"{row['perplexity']:.4f}", above, closed])
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 def parse_args() -> argparse.Namespace:
@@ -251,13 +263,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def restore_alike(folders: Sequence[Path]) -> list[Checkpoint]:
-    """Reads finished runs in bfloat16, which must have the same sizes and the same text."""
+    """Reads finished runs in bfloat16, which must have the same text."""
     runs = [read_finished(folder) for folder in folders]
     for folder, trained in zip(folders, runs, strict=True):
         if trained.run.arm != BASELINE:
             raise ValueError(f"{folder} must have a run of the arm {BASELINE}, got {trained.run.arm}")
-        if (trained.config, trained.sha256) != (runs[0].config, runs[0].sha256):
-            raise ValueError(f"{folder} must have the sizes and the text of {folders[0]}, got others")
+        if trained.sha256 != runs[0].sha256:
+            raise ValueError(f"{folder} must have the text of {folders[0]}, {runs[0].sha256}, got {trained.sha256}")
     return runs
 
 
@@ -267,16 +279,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     text = corpus.read(args.tokens or args.runs[0].parent.parent / "tokens.npz")
     if text.source.sha256 != runs[0].sha256:
         raise ValueError(f"--tokens must have the text of the runs, {runs[0].sha256}, got {text.source.sha256}")
-    config = replace(runs[0].config, val_batches=args.batches)
-    batches = jnp.asarray(val_batches(text.val, config))
-    seen = replace(config, val_batches=CALIBRATION // AT_ONCE, batch=AT_ONCE)
-    calibration = jnp.asarray(val_batches(text.train, seen)[..., :-1], jnp.int32)
-    models = [jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained.params) for trained in runs]
-    for layout in LAYOUTS:
-        with tempfile.TemporaryDirectory() as scratch:
-            count = check_converter(models[0], config, layout, Path(scratch))
-        print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
-    return summarize([losses(params, config, batches, calibration) for params in models])
+    found: dict[str, list[Losses]] = {}
+    for trained in runs:
+        config = replace(trained.config, val_batches=args.batches)
+        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained.params)
+        of_size = found.setdefault(f"{block_weights(params) / 1e6:.1f} M", [])
+        if not of_size:
+            for layout in LAYOUTS:
+                with tempfile.TemporaryDirectory() as scratch:
+                    count = check_converter(params, config, layout, Path(scratch))
+                print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
+        seen = replace(config, val_batches=CALIBRATION // AT_ONCE, batch=AT_ONCE)
+        calibration = jnp.asarray(val_batches(text.train, seen)[..., :-1], jnp.int32)
+        of_size.append(losses(params, config, jnp.asarray(val_batches(text.val, config)), calibration))
+    return summarize(found)
 
 
 def main() -> None:
@@ -285,7 +301,9 @@ def main() -> None:
         rows = measure(args)
     except (OSError, ValueError) as error:
         raise SystemExit(f"quantize_trained: {error}") from None
-    print(table(rows))
+    columns = [f"{size}: {what}, %" for size in rows[0]["losses"] for what in ("loss above bf16", "closed")]
+    heads = ["quantized", "method", *columns, "closed, %"]
+    print("\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *quantized_cells(rows)]))
     args.out.mkdir(parents=True, exist_ok=True)
     results = {
         "models": [f"{folder.parent.name}/{folder.name}" for folder in args.runs],
