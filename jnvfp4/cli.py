@@ -226,8 +226,8 @@ def _convert_arguments(p: argparse.ArgumentParser) -> None:
     option("layout", "layout of the output (default modelopt)")
     recipes = ("nvfp4", "4over6", "row-scaled")
     add("--recipe", choices=recipes, default="nvfp4", help="how weights are quantized (default nvfp4)")
-    add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mae)")
-    add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 256)")
+    add("--4over6-err-mode", dest="error", choices=("mae", "mse"), help="error that 4over6 minimizes (default mse)")
+    add("--e4m3-max", type=int, choices=(448, 256), help="largest block scale of 4over6 (default 448)")
     add("--2d", dest="two_d", action="store_true", help="use 16x16 blocks instead of 1x16")
     text = "scale that maps the largest of 16 to 6, or the one of least error (default max6)"
     add("--scales", choices=("max6", "search"), default="max6", help=text)
@@ -289,7 +289,7 @@ def _spec(a: argparse.Namespace) -> QuantSpec:
     if a.scales == "search" and a.backend == "cuda":
         raise CommandError("--scales is search and --backend is cuda", "another one, as GPUs have no kernel for it")
     if a.recipe == "4over6":
-        return four_over_six(a.error or "mae", e4m3_max=a.e4m3_max or 256, block_rows=16 if a.two_d else 1)
+        return four_over_six(a.error or "mse", e4m3_max=a.e4m3_max or 448, block_rows=16 if a.two_d else 1)
     for flag, value in (("--4over6-err-mode", a.error), ("--e4m3-max", a.e4m3_max)):
         if value is not None:
             raise CommandError(f"{flag} is {value} and --recipe is {a.recipe}", f"--recipe 4over6 with {flag}")

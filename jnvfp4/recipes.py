@@ -405,16 +405,20 @@ def rl(*, backward: Literal["dequantized", "high_precision"] = "dequantized", fo
     return _trained(x, w, backward, stochastic=False)
 
 
-def inference(*, weight_only: bool = False) -> Recipe:
+def inference(*, weight_only: bool = False, four_over_six: bool = False) -> Recipe:
     """Makes the recipe for inference, and for training towards it: x and w have 1x16 blocks.
 
     Gradients, if taken, are computed in high precision.
 
     Args:
       weight_only: quantize only w, and leave x in bfloat16 or float16.
+      four_over_six: give x and w 4over6 block scales, and x an amax per token, as ``rl`` does. Errors are lower;
+        engines with a stored scale of x cannot do it.
     """
     check_switch("inference", "weight_only", weight_only)
-    return Recipe(Fprop(None if weight_only else NVFP4, NVFP4), None, None)
+    check_switch("inference", "four_over_six", four_over_six)
+    x, w = (_four_over_six_spec(amax_scope="row"), _four_over_six_spec()) if four_over_six else (NVFP4, NVFP4)
+    return Recipe(Fprop(None if weight_only else x, w), None, None)
 
 
 DEFAULT = pretrain(stochastic_rounding=False)

@@ -578,6 +578,7 @@ for maker, option, value in (
     (recipes.pretrain, "unbiased", 1),
     (recipes.pretrain, "rht", "no"),
     (recipes.inference, "weight_only", 1),
+    (recipes.inference, "four_over_six", "no"),
     (recipes.four_over_six, "fast", "no"),
 ):
     rule(text.format(option, value), maker, **{option: value})

@@ -48,6 +48,8 @@ TABLE = {
     "no fprop": (Recipe(None), None, TILES, PLAIN),
     "inference": (recipes.inference(), PLAIN, None, None),
     "inference, weight-only": (recipes.inference(weight_only=True), (None, NVFP4), None, None),
+    "inference, 4over6": (recipes.inference(four_over_six=True), (four_over_six(amax_scope="row"), ONE), None, None),
+    "inference, both": (recipes.inference(weight_only=True, four_over_six=True), (None, ONE), None, None),
 }
 MAKERS = (recipes.pretrain, recipes.row_scaled, recipes.four_over_six, recipes.window64)
 TRAINING = {maker.__name__: maker for maker in MAKERS}
