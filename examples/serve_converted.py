@@ -72,7 +72,8 @@ def compare(models: Mapping[str, Tree], config: Config, batches: np.ndarray) -> 
     }
 
 
-SPECS = {"nvfp4": jnvfp4.NVFP4, "4over6": jnvfp4.spec.four_over_six("mse", e4m3_max=448), "row-scaled": jnvfp4.ROW_SCALED}
+FOUR_OVER_SIX = jnvfp4.spec.four_over_six("mse", e4m3_max=448)
+SPECS = {"nvfp4": jnvfp4.NVFP4, "4over6": FOUR_OVER_SIX, "row-scaled": jnvfp4.ROW_SCALED}
 
 
 def make_checkpoints(

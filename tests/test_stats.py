@@ -361,7 +361,8 @@ def check_model(loss, probes):
     for path, of in found.items():
         assert [float(n.calls) for n in stats.read(of)] == [1, 1, 1], path
         assert 0.01 < float(stats.read(of).dy.relative_error) < 0.5
-    one_path, of_w = min(probes), stats_of_layers.OPERANDS.index("w")  # x and dy follow what else a program rounds; weights do not
+    # Weights alone have the same bits in another program.
+    one_path, of_w = min(probes), stats_of_layers.OPERANDS.index("w")
     alone = gradient({one_path: probes[one_path]})[one_path]
     np.testing.assert_array_equal(alone[of_w], found[one_path][of_w])
     assert len({of[of_w].tobytes() for of in found.values()}) == len(found)
