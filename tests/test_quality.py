@@ -96,6 +96,78 @@ def test_bf16_forward_changes_the_forward_pass_alone(model):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
+# ---------------------------------------------------------------- methods of the literature
+@pytest.fixture
+def methods(model):
+    """The module benchmarks.quality.methods."""
+    return importlib.import_module("benchmarks.quality.methods")
+
+
+RECIPE = recipes.pretrain_4over6(stochastic_rounding=False)
+
+
+def error_and_gradients(linear, scale):
+    """How far y, dx and dw are from exact ones, relative; channels of x are ``scale`` times normal numbers plus 1."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = (1 + scale * jax.random.normal(keys[0], (2, 32, 64))).astype(jnp.bfloat16)
+    w, dy = jax.random.normal(keys[1], (48, 64)), jax.random.normal(keys[2], (2, 32, 48), jnp.bfloat16)
+    y, pull = jax.vjp(lambda x, w: linear(x, w, jax.random.key(3), ""), x, w)
+    exact, exact_pull = jax.vjp(lambda x, w: jnp.einsum("stk,nk->stn", x, w), x.astype(jnp.float32), w)
+    pairs = zip((y, *pull(dy)), (exact, *exact_pull(dy.astype(jnp.float32))), strict=True)
+    return [float(jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)) for got, want in pairs]
+
+
+def test_methods_have_lower_errors_than_the_recipe(methods, model):
+    scale = jnp.ones(64).at[jnp.array([3, 17])].set(40.0)
+    plain, hot, all_hot, two = (
+        error_and_gradients(of, scale)
+        for of in (
+            model.quantized_linear(RECIPE),
+            methods.hot_channels(2)(RECIPE),
+            methods.hot_channels(64)(RECIPE),
+            methods.two_tensors(RECIPE),
+        )
+    )
+    assert hot[0] < 0.8 * plain[0]  # y
+    assert hot[2] < 0.5 * plain[2]  # dw
+    assert max(all_hot) < 0.01
+    assert two[0] < 0.8 * plain[0]
+    assert two[1:] == plain[1:]  # gradients are the recipe's
+
+
+@pytest.mark.parametrize("axes", [(0, 1), (1,)])
+def test_a_mean_that_is_split_off_is_not_quantized(methods, model, axes):
+    plain, split = (
+        error_and_gradients(of, 0.01) for of in (model.quantized_linear(RECIPE), methods.without_mean(axes)(RECIPE))
+    )
+    assert split[0] < 0.1 * plain[0]
+    assert split[2] < 0.7 * plain[2]  # of what is left, dy is quantized
+    assert split[1] == plain[1]
+
+
+def test_weights_that_oscillate_are_reset(methods):
+    """One weight crosses a boundary of quantized values in every step, one moves steadily, one rests."""
+    config = small_config(steps=1000)
+    begin, spec = 640, jnvfp4.NVFP4
+    rest = jnp.ones((1, 16, 16)).at[0, 0, 0].set(6.0)  # one block's scale for all: values 0.5, 1, 1.5, ...
+    reset = jax.jit(lambda *of: methods.reset_oscillating(*of, config=config, spec=spec))
+
+    def weights(step):
+        return rest.at[0, 0, 1].set(1.25 + 0.01 * (-1) ** step).at[0, 0, 2].set(1.0 + 0.001 * (step - begin))
+
+    def of(w):
+        return {"layers": {"w": w, "norm": jnp.ones((1, 16))}}
+
+    for first, resets in ((begin, True), (begin + 50, False), (begin - 200, False)):
+        watch = methods.watched(of(rest))
+        for step in range(first, first + 50):
+            params, watch = reset(of(weights(step - 1)), of(weights(step)), watch, jnp.int32(step))
+        got, last = params["layers"]["w"], weights(step)
+        assert bool(got[0, 0, 1] in (1.0, 1.5)) == resets
+        np.testing.assert_array_equal(got.at[0, 0, 1].set(0), last.at[0, 0, 1].set(0))
+        assert (params["layers"]["norm"] == 1).all()
+
+
 # ---------------------------------------------------------------- the corpus
 def write_files(folder: pathlib.Path, count: int) -> None:
     (folder / "deep").mkdir(parents=True)

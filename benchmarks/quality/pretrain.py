@@ -17,13 +17,15 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from jnvfp4 import Recipe, recipes
+from jnvfp4 import QuantSpec, Recipe, recipes
+from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
 from lm.train import adamw, init_optimizer, learning_rate
 
 from .corpus import Corpus
+from .methods import Method, hot_channels, reset_oscillating, two_tensors, watched, without_mean
 
 BRANCH = 0.9  # of the steps: where a run continues another way
 VALIDATIONS = 10  # of a run
@@ -42,41 +44,55 @@ class Arm:
       ends_bf16: whether the first and the last block are bfloat16.
       branch_of: name of the arm whose run this one continues at 90 % of the steps.
       seeds: how many runs it should have.
+      method: what the recipe's layers do instead of what ``jnvfp4.linear`` does.
+      resets: the spec by which oscillating weights are found and quantized; None leaves them.
     """
 
     recipe: Recipe | None
     ends_bf16: bool = False
     branch_of: str = ""
     seeds: int = 4
+    method: Method | None = None
+    resets: QuantSpec | None = None
 
     def linears(self, layers: int) -> list[Linear]:
         """Returns the product of each block."""
         bf16: Linear = trained_bf16_linear
         if self.recipe is None:
             quantized = bf16
+        elif self.method is not None:
+            quantized = self.method(self.recipe)
         else:
             quantized = quantized_linear(self.recipe) if self.recipe.fprop else bf16_forward(self.recipe)
         found = [quantized] * layers
         return [bf16, *found[1:-1], bf16] if self.ends_bf16 else found
 
 
+FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
+PRETRAIN_4OVER6 = recipes.pretrain_4over6()
 BASELINE = "bf16"
 ARMS = {
     BASELINE: Arm(None),
     "plain": Arm(Recipe()),
     "pretrain": Arm(recipes.pretrain()),
     "pretrain_unbiased": Arm(recipes.pretrain(unbiased=True)),
-    "pretrain_4over6": Arm(recipes.pretrain_4over6()),
-    "4over6_ends_bf16": Arm(recipes.pretrain_4over6(), ends_bf16=True),
-    "4over6_ends_bf16_ending": Arm(
-        replace(recipes.pretrain_4over6(), fprop=None), ends_bf16=True, branch_of="4over6_ends_bf16"
-    ),
+    "pretrain_4over6": Arm(PRETRAIN_4OVER6),
+    "4over6_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True),
+    "4over6_ends_bf16_ending": Arm(replace(PRETRAIN_4OVER6, fprop=None), ends_bf16=True, branch_of="4over6_ends_bf16"),
     "rl": Arm(recipes.rl()),
     "backward_only": Arm(replace(recipes.pretrain(), fprop=None)),
     "pretrain_no_rht": Arm(recipes.pretrain(rht=False), seeds=3),
     "pretrain_no_sr": Arm(recipes.pretrain(stochastic_rounding=False)),
     "row_scaled": Arm(recipes.row_scaled(), seeds=1),
     "pretrain_ends_bf16": Arm(recipes.pretrain(), ends_bf16=True),
+    "resets": Arm(PRETRAIN_4OVER6, seeds=3, resets=FOUR_OVER_SIX),
+    "search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(FOUR_OVER_SIX, SEARCH)), seeds=3),
+    "row_x_search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(ROW_FOUR_OVER_SIX, SEARCH)), seeds=3),
+    "hot_16": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(16)),
+    "hot_64": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(64)),
+    "mean_of_batch": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((0, 1))),
+    "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
+    "two_tensors_ending": Arm(PRETRAIN_4OVER6, branch_of="pretrain_4over6", seeds=3, method=two_tensors),
 }
 
 
@@ -134,7 +150,8 @@ class Trainer:
 
     def _compiled(self, name: str) -> tuple[Any, Any]:
         """Returns the compiled step and validation of an arm."""
-        config, linears = self.config, ARMS[name].linears(self.config.layers)
+        config, arm = self.config, ARMS[name]
+        linears = arm.linears(config.layers)
 
         @partial(jax.jit, donate_argnums=(0, 1))
         def step(params: Tree, state: Tree, tokens: Array, key: Array) -> tuple[Tree, Tree, Array]:
@@ -142,7 +159,11 @@ class Trainer:
             starts = jax.random.randint(batches, (config.batch,), 0, len(tokens) - config.seq)
             batch = tokens[starts[:, None] + jnp.arange(config.seq + 1)]
             loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, linears, rounding)
+            before, watch = params, state.get("watched")
             params, state = adamw(params, grads, state, learning_rate(state["step"], config))
+            if arm.resets is not None:
+                params, watch = reset_oscillating(before, params, watch, state["step"], config, arm.resets)
+                state |= {"watched": watch}
             return params, state, loss
 
         @jax.jit
@@ -150,7 +171,7 @@ class Trainer:
             losses = jax.lax.map(lambda batch: loss_fn(params, batch, config, linears, jax.random.key(0)), batches)
             return jnp.mean(losses)
 
-        params, state = initial(0, config)
+        params, state = initial(0, config, arm)
         key = jax.random.key(0)
         return (
             step.lower(params, state, self.tokens, key).compile(),
@@ -160,7 +181,7 @@ class Trainer:
     def run(self, name: str, seed: int) -> Run:
         """Trains until the end or the deadline, from the latest checkpoint if there is one."""
         found = self._restored(name, seed) or self._branched(name, seed)
-        run, params, state = found or (Run(name, seed), *initial(seed, self.config))
+        run, params, state = found or (Run(name, seed), *initial(seed, self.config, ARMS[name]))
         if run.is_done(self.config):
             return run
         step, validate = self.compiled(name)
@@ -232,10 +253,10 @@ class Trainer:
         return replace(run, arm=name, seconds=0.0, timed_steps=0), params, state
 
 
-def initial(seed: int, config: Config) -> tuple[Tree, Tree]:
+def initial(seed: int, config: Config, arm: Arm) -> tuple[Tree, Tree]:
     """Returns the weights and the optimizer state of a run before its first step."""
     params = init_params(jax.random.key(seed), config)
-    return params, init_optimizer(params)
+    return params, init_optimizer(params) | ({} if arm.resets is None else {"watched": watched(params)})
 
 
 class Checkpoint(NamedTuple):
@@ -274,8 +295,8 @@ def read_checkpoint(folder: Path, step: int | None = None, wanted: dict[str, Any
         for what, value in (wanted or {}).items():
             if shown[what] != value:
                 raise ValueError(f"{folder} has a run of another {what}: {shown[what]}, not {value}")
-        config = Config(**shown["config"])
-        params, state = jax.eval_shape(lambda: initial(0, config))
+        config, arm = Config(**shown["config"]), ARMS[shown["run"]["arm"]]
+        params, state = jax.eval_shape(lambda: initial(0, config, arm))
         like = ocp.args.StandardRestore({"params": params, "state": state})
         tree = manager.restore(step, args=ocp.args.Composite(tree=like)).tree
     return Checkpoint(config, shown["sha256"], Run(**shown["run"]), tree["params"], tree["state"])
