@@ -168,6 +168,23 @@ def test_weights_that_oscillate_are_reset(methods):
         assert (params["layers"]["norm"] == 1).all()
 
 
+@pytest.mark.parametrize("objective", ["text", "teacher"])
+def test_fine_tuning_lowers_what_it_minimizes(model, objective):
+    fine_tune = pytest.importorskip("benchmarks.quality.fine_tune")
+    config = small_config(steps=600, batch=8, peak_lr=1e-2)  # 30 steps
+    tokens = jnp.asarray(np.tile(random_tokens(24), 200))
+    params, linear = model.init_params(jax.random.key(0), config), model.quantized_linear(recipes.inference())
+    tuned = fine_tune.fine_tune(params, config, tokens, linear, objective, seed=0)
+    batch, key = tokens[: 8 * 17].reshape(8, 17), jax.random.key(0)
+    before, after = (model.logits(p, batch[:, :-1], config, linear, key) for p in (params, tuned))
+    if objective == "text":
+        losses = [float(model.cross_entropy(of, batch[:, 1:])) for of in (before, after)]
+    else:
+        teacher = model.logits(params, batch[:, :-1], config, model.bf16_linear, key)
+        losses = [float(fine_tune.divergence(teacher, of)) for of in (before, after)]
+    assert losses[1] < 0.9 * losses[0]
+
+
 # ---------------------------------------------------------------- the corpus
 def write_files(folder: pathlib.Path, count: int) -> None:
     (folder / "deep").mkdir(parents=True)
@@ -345,7 +362,7 @@ def test_pretrained_models_are_quantized(pretrain, corpus, tmp_path):
     assert "16 tensors of the checkpoint converter, layout modelopt, have the bytes of quantize" in out
     assert "16 tensors of the checkpoint converter, layout te, have the bytes of quantize" in out
     rows = json.loads((tmp_path / "quantized.json").read_text())["rows"]
-    kinds = ["", *["weights"] * 7, *["activations"] * 5, *["weights and activations"] * 8]
+    kinds = ["", *["weights"] * 7, *["activations"] * 5, *["weights and activations"] * 12]
     assert [row["quantized"] for row in rows] == kinds
     assert all(len(row["losses"]["0.2 M"]) == 2 for row in rows)
     assert all(abs(row["gap_percent"]["0.2 M"][0]) < 5 for row in rows[1:])

@@ -5,14 +5,14 @@
     python -m benchmarks.quality.pretrain_lm --arms bf16 --seeds 0 1 2 --tokens out/t.npz --out out/12m --preset gpu-12m
     python -m benchmarks.quality.quantize_trained out/*m/bf16/seed* --tokens out/t.npz
 
-Nothing is trained. The weights of the linear layers of all blocks are quantized, or activations, or both, and the
-perplexity of windows spread evenly over the validation text is computed. GPTQ sees 512 windows, spread evenly over the
-training text. The gap of a method is how far the loss, the logarithm of the perplexity, lies above that of bfloat16,
-averaged over the models of a size with its standard error. "closed" is the part of the gap of plain NVFP4, of the same
-kind, that a method closes in a model, averaged likewise, and over all models.
+The weights of the linear layers of all blocks are quantized, or activations, or both, and the loss on windows spread
+evenly over the validation text is computed. GPTQ sees 512 windows, spread evenly over the training text. Some methods
+fine-tune the models first (``fine_tune``). The gap of a method is how far the loss lies above that of bfloat16, a mean
+over the models of a size with its standard error. "closed" is the part of the gap of plain NVFP4, of one kind, that
+a method closes in a model, averaged likewise, and over all models.
 
-The weights of the first model of a size also go through the checkpoint converter, whose tensors must have the bytes of
-those that are quantized here.
+The distilled weights of the first model of a size also go through the checkpoint converter, whose tensors must have the
+bytes of those that are quantized here.
 
 Prints a table, and writes ``quantized.json`` to ``--out``.
 """
@@ -39,10 +39,11 @@ from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
-from lm.model import Linear, Tree, bf16_linear, logits, loss_fn
+from lm.model import Linear, Tree, bf16_linear, logits, loss_fn, quantized_linear, trained_bf16_linear
 
 from ..tables import quantized_cells
 from . import corpus
+from .fine_tune import Objective, fine_tune
 from .pretrain import BASELINE, Checkpoint, block_weights, read_finished
 
 FOUR_OVER_SIX = four_over_six()
@@ -63,6 +64,7 @@ class Method(NamedTuple):
       fitted: whether GPTQ minds that x is quantized: H is that of quantized x, and the weights are first replaced by
         those whose products with quantized x are nearest to w x (as GPTAQ, arXiv 2504.02692, does column by column).
       twice: whether x is the sum of two NVFP4 tensors, the second of what the first leaves.
+      tuned: on what the model is fine-tuned with this forward pass before; None if it is not.
     """
 
     w: QuantSpec | None
@@ -70,6 +72,7 @@ class Method(NamedTuple):
     by_gptq: bool = False
     fitted: bool = False
     twice: bool = False
+    tuned: Objective | None = None
 
 
 # By what is quantized, and by the name of a method, of which plain NVFP4 is the first.
@@ -98,6 +101,10 @@ BOTH: dict[str, Method] = {
     "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True),
     "the same, w fitted to quantized x": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True, fitted=True),
     "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
+    "1x16, fine-tuned": Method(NVFP4, NVFP4, tuned="text"),
+    "1x16, distilled": Method(NVFP4, NVFP4, tuned="teacher"),
+    "row-scaled 4over6 x, 4over6 w, distilled": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, tuned="teacher"),
+    "nothing, fine-tuned": Method(None, tuned="text"),
 }
 CALIBRATION, AT_ONCE = 512, 16  # windows of the training text
 LAYOUTS: tuple[Literal["modelopt", "te"], ...] = ("modelopt", "te")
@@ -159,11 +166,17 @@ def quantized(params: Tree, found: dict[str, Seen], method: Method) -> Tree:
 # Losses
 
 
+def recipe_of(method: Method) -> Recipe | None:
+    return Recipe(fprop=(method.x, method.w), dgrad=None, wgrad=None) if method.w else None
+
+
 def linear_of(method: Method) -> Linear:
     """Returns the product of the linear layers with quantized weights."""
-    recipe = Recipe(fprop=(method.x, method.w), dgrad=None, wgrad=None) if method.w else None
+    recipe = recipe_of(method)
 
     def linear(x: Array, w: Any, key: Array, name: str) -> Array:
+        if recipe is None and method.x is None:
+            return bf16_linear(x, w, key, name)
         if recipe is None:
             assert method.x is not None
             return bf16_linear(jnvfp4.fake_quant(x, method.x).astype(x.dtype), w, key, name)
@@ -187,14 +200,27 @@ def validation_loss(params: Tree, batches: Array, config: Config, method: Method
 Losses = Mapping[tuple[str, str], float]  # by what is quantized and the method
 
 
-def losses(params: Tree, config: Config, batches: Array, calibration: Array) -> Losses:
+def tune(trained: Checkpoint, tokens: Array, method: Method) -> Tree:
+    """Returns the weights in bfloat16 of a model, fine-tuned with a method's forward pass if it says so."""
+    params, recipe = trained.params, recipe_of(method)
+    if method.tuned is not None:
+        linear = trained_bf16_linear if recipe is None else quantized_linear(recipe)
+        params = fine_tune(params, trained.config, tokens, linear, method.tuned, trained.run.seed)
+    return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+
+
+def losses(trained: Checkpoint, text: corpus.Corpus, batches: int) -> Losses:
     """Computes the validation loss in bfloat16, under ("", "bf16"), and by every kind and method."""
-    found = {("", BASELINE): float(validation_loss(params, batches, config, None))}
-    seen = calibrate(params, calibration, config)
+    config = replace(trained.config, val_batches=batches)
+    held_out, tokens = jnp.asarray(val_batches(text.val, config)), jnp.asarray(text.train)
+    windows = val_batches(text.train, replace(config, val_batches=CALIBRATION // AT_ONCE, batch=AT_ONCE))
+    plain = tune(trained, tokens, Method(None))
+    seen = calibrate(plain, jnp.asarray(windows[..., :-1], jnp.int32), config)
+    found = {("", BASELINE): float(validation_loss(plain, held_out, config, None))}
     for kind, methods in KINDS.items():
         for name, method in methods.items():
-            of_method = quantized(params, seen, method)
-            found[kind, name] = float(validation_loss(of_method, batches, config, method))
+            params = tune(trained, tokens, method) if method.tuned else plain
+            found[kind, name] = float(validation_loss(quantized(params, seen, method), held_out, config, method))
     return found
 
 
@@ -281,17 +307,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise ValueError(f"--tokens must have the text of the runs, {runs[0].sha256}, got {text.source.sha256}")
     found: dict[str, list[Losses]] = {}
     for trained in runs:
-        config = replace(trained.config, val_batches=args.batches)
-        params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), trained.params)
-        of_size = found.setdefault(f"{block_weights(params) / 1e6:.1f} M", [])
+        of_size = found.setdefault(f"{block_weights(trained.params) / 1e6:.1f} M", [])
         if not of_size:
+            params = tune(trained, jnp.asarray(text.train), BOTH["1x16, distilled"])
             for layout in LAYOUTS:
                 with tempfile.TemporaryDirectory() as scratch:
-                    count = check_converter(params, config, layout, Path(scratch))
+                    count = check_converter(params, trained.config, layout, Path(scratch))
                 print(f"{count} tensors of the checkpoint converter, layout {layout}, have the bytes of quantize")
-        seen = replace(config, val_batches=CALIBRATION // AT_ONCE, batch=AT_ONCE)
-        calibration = jnp.asarray(val_batches(text.train, seen)[..., :-1], jnp.int32)
-        of_size.append(losses(params, config, jnp.asarray(val_batches(text.val, config)), calibration))
+        of_size.append(losses(trained, text, args.batches))
     return summarize(found)
 
 
