@@ -149,6 +149,8 @@ def measure(x: jax.Array, t: NVFP4Tensor, size: int) -> jax.Array:
     of_block = np.array([size, size, size, t.scale.size], np.float32) / np.float32(max(t.scale.size, 1))
     *counts, seen = counts.astype(jnp.float32)
     error, norm = sums
-    relative = jnp.where((norm == 0) | (jnp.abs(largest) < TINY), np.float32(0), jnp.sqrt(error / norm))
+    none = (counts[0] == 0) | (jnp.abs(largest) < TINY)
+    unknown = ~jnp.isfinite(largest) | ((norm == 0) & ~none)  # squares of what is far below the amax are 0
+    relative = jnp.where(unknown, np.float32(np.nan), jnp.where(none, np.float32(0), jnp.sqrt(error / norm)))
     shares = jnp.stack(counts) / jnp.maximum(seen * of_block, np.float32(1))
     return jnp.concatenate([jnp.ones(1, jnp.float32), shares, jnp.stack([relative, largest])])

@@ -5,7 +5,7 @@ primitive so that devices add their sums by one all-reduce; XLA gathers what a r
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -60,11 +60,12 @@ def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequenc
     if amax.ndim > p.keep:
         ratio = jnp.square(_power(_exponent(own) - _exponent(largest)))
         error, norm = error * ratio, norm * ratio
-    nonzero, subnormal = to_bits(blocks) & ABS != 0, (scale & 0x78 == 0) & (scale & 7 != 0)
-    flags = nonzero, nonzero & (code == 0), value > limit, jnp.broadcast_to(subnormal, value.shape)
-    sums = _sums(range(p.keep, value.ndim), *(flag.astype(jnp.int32) for flag in flags), error, norm)
-    *counts, of_subnormal = sums[:-SUMS]
-    return [jnp.stack([*counts, of_subnormal // BLOCK, blocks_seen], -1), jnp.stack(sums[-SUMS:], -1)]
+    nonzero = (to_bits(blocks) & ABS) + ABS >> 31  # a carry: XLA compares with 0 in float32, where subnormals are 0
+    flags = nonzero.astype(jnp.int32), (nonzero > 0) & (code == 0), value > limit
+    of_blocks = _sums([value.ndim - 1], *(flag.astype(jnp.int32) for flag in flags), error, norm)
+    subnormal = ((scale & 0x78 == 0) & (scale & 7 != 0)).astype(jnp.int32)[..., 0]
+    sums = _sums(range(p.keep, value.ndim - 1), *of_blocks[:-SUMS], subnormal, *of_blocks[-SUMS:])
+    return [jnp.stack([*sums[:-SUMS], blocks_seen], -1), jnp.stack(sums[-SUMS:], -1)]
 
 
 def _some_rows(p: MeasureParams, part: jax.Array, axis: int) -> jax.Array:
@@ -80,7 +81,7 @@ def _aligned(amax: jax.Array, scale: jax.Array) -> jax.Array:
     return amax.reshape(*amax.shape, *(1,) * (scale.ndim + 1 - amax.ndim))
 
 
-def _sums(axes: range, *operands: jax.Array) -> list[jax.Array]:
+def _sums(axes: Iterable[int], *operands: jax.Array) -> list[jax.Array]:
     """Sums all in one loop."""
     zeros = [np.zeros((), v.dtype) for v in operands]
     add = lambda a, b: tuple(p + q for p, q in zip(a, b, strict=True))  # noqa: E731
