@@ -412,12 +412,15 @@ def inference(*, weight_only: bool = False, four_over_six: bool = False) -> Reci
 
     Args:
       weight_only: quantize only w, and leave x in bfloat16 or float16.
-      four_over_six: give x and w 4over6 block scales, and x an amax per token, as ``rl`` does. Errors are lower;
-        engines with a stored scale of x cannot do it.
+      four_over_six: give x and w 4over6 block scales of least squared error, up to 448, and x an amax per token. Such
+        are the weights of ``jnvfp4 convert --recipe 4over6``. Errors are lower; engines that store a scale of x cannot
+        do it.
     """
     check_switch("inference", "weight_only", weight_only)
     check_switch("inference", "four_over_six", four_over_six)
-    x, w = (_four_over_six_spec(amax_scope="row"), _four_over_six_spec()) if four_over_six else (NVFP4, NVFP4)
+    x, w = NVFP4, NVFP4
+    if four_over_six:
+        x, w = (_four_over_six_spec("mse", e4m3_max=448, amax_scope=scope) for scope in ("row", "tensor"))
     return Recipe(Fprop(None if weight_only else x, w), None, None)
 
 

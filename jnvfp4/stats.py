@@ -44,7 +44,7 @@ class OperandStats:
         than rounding, a millionth), where its stored scale is not 0.
       subnormal_scale_share: of the block scales, those that are subnormal E4M3 numbers, not zero.
       relative_error: ||dequantized - x|| / ||x||, Frobenius norms; 0 where the amax is 0 or subnormal, NaN where it is
-        not finite, or 2^74 times all that counts.
+        not finite, or 2^63 times all that counts.
       amax: the amax of the tensor; the largest of its rows, windows or experts.
     """
 

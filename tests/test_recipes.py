@@ -9,6 +9,7 @@ from jnvfp4 import NVFP4, NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_RHT_SR_UNBIAS
 from jnvfp4.spec import NVFP4_SR, NVFP4_SR_UNBIASED, ROW_SCALED, WINDOW64, Format, QuantSpec, four_over_six
 
 ONE, TILE = four_over_six(), four_over_six(block_rows=16)
+SQUARES, SQUARES_OF_ROW = (four_over_six("mse", e4m3_max=448, amax_scope=scope) for scope in ("tensor", "row"))
 PLAIN, TILES, SR, SR_TILES = (NVFP4, NVFP4), (NVFP4, NVFP4_2D), (NVFP4_SR, NVFP4), (NVFP4_SR, NVFP4_2D)
 ROTATED, ROTATED_SR, UNBIASED = (NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), (NVFP4_SR_UNBIASED, NVFP4)
 ROWS, WINDOWS = (ROW_SCALED, NVFP4_2D), (WINDOW64, NVFP4_2D)
@@ -48,8 +49,8 @@ TABLE = {
     "no fprop": (Recipe(None), None, TILES, PLAIN),
     "inference": (recipes.inference(), PLAIN, None, None),
     "inference, weight-only": (recipes.inference(weight_only=True), (None, NVFP4), None, None),
-    "inference, 4over6": (recipes.inference(four_over_six=True), (four_over_six(amax_scope="row"), ONE), None, None),
-    "inference, both": (recipes.inference(weight_only=True, four_over_six=True), (None, ONE), None, None),
+    "inference, 4over6": (recipes.inference(four_over_six=True), (SQUARES_OF_ROW, SQUARES), None, None),
+    "inference, both": (recipes.inference(weight_only=True, four_over_six=True), (None, SQUARES), None, None),
 }
 MAKERS = (recipes.pretrain, recipes.row_scaled, recipes.four_over_six, recipes.window64)
 TRAINING = {maker.__name__: maker for maker in MAKERS}

@@ -97,13 +97,13 @@ BOTH: dict[str, Method] = {
     "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
     "row-scaled x": Method(NVFP4, ROW_SCALED),
     "window64 x": Method(NVFP4, WINDOW64),
-    "row-scaled 4over6 x, 4over6 w": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX),
-    "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True),
-    "the same, w fitted to quantized x": Method(SEARCH, ROW_FOUR_OVER_SIX, by_gptq=True, fitted=True),
-    "x as two tensors, 4over6 w": Method(FOUR_OVER_SIX, NVFP4, twice=True),
+    "row-scaled 4over6 x, 4over6 w": Method(MSE_448, ROW_MSE_448),
+    "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_MSE_448, by_gptq=True),
+    "the same, w fitted to quantized x": Method(SEARCH, ROW_MSE_448, by_gptq=True, fitted=True),
+    "x as two tensors, 4over6 w": Method(MSE_448, NVFP4, twice=True),
     "1x16, fine-tuned": Method(NVFP4, NVFP4, tuned="text"),
     "1x16, distilled": Method(NVFP4, NVFP4, tuned="teacher"),
-    "row-scaled 4over6 x, 4over6 w, distilled": Method(FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, tuned="teacher"),
+    "row-scaled 4over6 x, 4over6 w, distilled": Method(MSE_448, ROW_MSE_448, tuned="teacher"),
     "nothing, fine-tuned": Method(None, tuned="text"),
 }
 CALIBRATION, AT_ONCE = 512, 16  # windows of the training text
@@ -115,7 +115,7 @@ KINDS = {"weights": WEIGHTS, "activations": ACTIVATIONS, "weights and activation
 
 
 class Seen(NamedTuple):
-    """Holds sums over what a kind of layers multiplies, float32 [layers, K, K]: X, and Q = ROW_FOUR_OVER_SIX of X."""
+    """Holds sums over what a kind of layers multiplies, float32 [layers, K, K]: X, and Q = ROW_MSE_448 of X."""
 
     xx: Array  # X^T X
     qq: Array  # Q^T Q
@@ -130,7 +130,7 @@ def calibrate(params: Tree, tokens: Array, config: Config) -> dict[str, Seen]:
         seen: dict[str, list[Seen]] = {}
 
         def linear(x: Array, w: Array, key: Array, name: str) -> Array:
-            q = jnvfp4.fake_quant(x, ROW_FOUR_OVER_SIX).astype(x.dtype)
+            q = jnvfp4.fake_quant(x, ROW_MSE_448).astype(x.dtype)
             xq = jnp.einsum("...j,...k->jk", x, q, precision="highest", preferred_element_type=jnp.float32)
             seen.setdefault(name, []).append(Seen(hessian(x), hessian(q), xq))
             return bf16_linear(x, w, key, name)
