@@ -32,14 +32,14 @@ import numpy as np
 from jax import Array
 
 import jnvfp4
-from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, WINDOW64, NVFP4Tensor, QuantSpec, Recipe
+from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, NVFP4Tensor, QuantSpec, Recipe
 from jnvfp4.calibration import gptq, hessian
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
 from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
-from lm.model import Linear, Tree, bf16_linear, logits, loss_fn, quantized_linear, trained_bf16_linear
+from lm.model import Linear, Tree, bf16_linear, logits, loss_fn
 
 from ..tables import quantized_cells
 from . import corpus
@@ -48,7 +48,6 @@ from .pretrain import BASELINE, Checkpoint, block_weights, read_finished
 
 FOUR_OVER_SIX = four_over_six()
 MSE_448 = four_over_six("mse", e4m3_max=448)
-ROW_FOUR_OVER_SIX = four_over_six(amax_scope="row")
 ROW_MSE_448 = four_over_six("mse", e4m3_max=448, amax_scope="row")
 SEARCH = QuantSpec(select="search")
 ROW_SEARCH = replace(ROW_SCALED, select="search")
@@ -87,16 +86,13 @@ WEIGHTS: dict[str, Method] = {
 }
 ACTIVATIONS: dict[str, Method] = {
     "1x16": Method(None, NVFP4),
-    "row-scaled": Method(None, ROW_SCALED),
-    "row-scaled 4over6": Method(None, ROW_FOUR_OVER_SIX),
-    "row-scaled 4over6, squared errors, 448": Method(None, ROW_MSE_448),
+    "row-scaled 4over6": Method(None, ROW_MSE_448),
     "row-scaled search": Method(None, ROW_SEARCH),
 }
 BOTH: dict[str, Method] = {
     "1x16": Method(NVFP4, NVFP4),
     "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
     "row-scaled x": Method(NVFP4, ROW_SCALED),
-    "window64 x": Method(NVFP4, WINDOW64),
     "row-scaled 4over6 x, 4over6 w": Method(MSE_448, ROW_MSE_448),
     "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_MSE_448, by_gptq=True),
     "the same, w fitted to quantized x": Method(SEARCH, ROW_MSE_448, by_gptq=True, fitted=True),
@@ -202,10 +198,9 @@ Losses = Mapping[tuple[str, str], float]  # by what is quantized and the method
 
 def tune(trained: Checkpoint, tokens: Array, method: Method) -> Tree:
     """Returns the weights in bfloat16 of a model, fine-tuned with a method's forward pass if it says so."""
-    params, recipe = trained.params, recipe_of(method)
+    params = trained.params
     if method.tuned is not None:
-        linear = trained_bf16_linear if recipe is None else quantized_linear(recipe)
-        params = fine_tune(params, trained.config, tokens, linear, method.tuned, trained.run.seed)
+        params = fine_tune(params, trained.config, tokens, recipe_of(method), method.tuned, trained.run.seed)
     return jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
 
 
@@ -220,7 +215,8 @@ def losses(trained: Checkpoint, text: corpus.Corpus, batches: int) -> Losses:
     for kind, methods in KINDS.items():
         for name, method in methods.items():
             params = tune(trained, tokens, method) if method.tuned else plain
-            found[kind, name] = float(validation_loss(quantized(params, seen, method), held_out, config, method))
+            run = method._replace(tuned=None, by_gptq=False, fitted=False)  # what the forward pass is
+            found[kind, name] = float(validation_loss(quantized(params, seen, method), held_out, config, run))
     return found
 
 
