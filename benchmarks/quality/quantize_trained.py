@@ -91,7 +91,6 @@ ACTIVATIONS: dict[str, Method] = {
 }
 BOTH: dict[str, Method] = {
     "1x16": Method(NVFP4, NVFP4),
-    "16x16 tiles of w": Method(NVFP4_2D, NVFP4),
     "row-scaled x": Method(NVFP4, ROW_SCALED),
     "row-scaled 4over6 x, 4over6 w": Method(MSE_448, ROW_MSE_448),
     "row-scaled 4over6 x, GPTQ with search of w": Method(SEARCH, ROW_MSE_448, by_gptq=True),
