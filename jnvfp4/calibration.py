@@ -17,6 +17,8 @@ from .spec import BLOCK, NVFP4, QuantSpec
 
 __all__ = ["gptq", "hessian"]
 
+_DAMPING = 0.01  # as in GPTQ's own code
+
 
 def hessian(x: ArrayLike) -> jax.Array:
     """Computes X^T X of what a layer multiplies by its weights. Add those of all batches.
@@ -47,7 +49,7 @@ def gptq(
     spec: QuantSpec = NVFP4,
     *,
     amax: ArrayLike | None = None,
-    damping: float = 0.01,
+    damping: float = _DAMPING,
 ) -> NVFP4Tensor:
     """Quantizes the weights of a layer one column after another; those behind it make up for its error.
 
@@ -140,7 +142,7 @@ def _gptq(w: jax.Array, h: jax.Array, amax: jax.Array, spec: QuantSpec, damping:
 
 
 def _inverse_factor(h: jax.Array, damping: float) -> jax.Array:
-    """Returns U, upper triangular, with U^T U = (H + damping mean(diag H) I)^-1.
+    """Returns U, upper triangular, with U^T U a multiple of (H + damping mean(diag H) I)^-1, which one does not matter.
 
     It is R^-1, and H is not inverted.
     """
@@ -149,14 +151,16 @@ def _inverse_factor(h: jax.Array, damping: float) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="damping")
-def damped_factor(h: jax.Array, damping: float) -> jax.Array:
-    """Returns R, upper triangular, with R R^T = H + damping mean(diag H) I; NaN if that is not positive definite.
+def damped_factor(h: jax.Array, damping: float = _DAMPING) -> jax.Array:
+    """Returns R, upper triangular; R R^T is a multiple of H + damping mean(diag H) I, or NaN if not positive definite.
 
     It is the Cholesky factor of H with its rows and columns in descending order, turned back.
     """
-    mean = jnp.mean(jnp.diagonal(h))
-    eye = jnp.eye(h.shape[-1], dtype=h.dtype)
-    damped = h / jnp.where(mean > 0, mean, 1) + jnp.where(mean > 0, damping, 1) * eye
+    largest = jnp.max(jnp.abs(h))  # on the diagonal, if it is a hessian
+    exponent = (to_bits(largest) >> 23).astype(jnp.int32)
+    h = h * from_bits(jnp.clip(254 - exponent, 1).astype(jnp.uint32) << 23)  # exact, below 4: no sum overflows
+    added = jnp.where(largest == 0, 1, damping * jnp.mean(jnp.diagonal(h)))
+    damped = h + added * jnp.eye(h.shape[-1], dtype=h.dtype)
     return jnp.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
 
 

@@ -83,7 +83,15 @@ def test_inputs_that_are_not_correlated_change_nothing(cpu, spec, scale):
 def test_hessians_of_batches_add_up_and_their_factor_does_not_matter(cpu):
     w, x = layer(3, 32, 64)
     np.testing.assert_allclose(hessian(x[:200]) + hessian(x[200:].reshape(8, -1, 64)), hessian(x), rtol=1e-4, atol=1e-2)
-    assert_same_tensor(gptq(w, hessian(x) / 1024), gptq(w, hessian(x)))  # a power of two: not a bit
+    largest = 2.0 ** (127 - np.floor(np.log2(hessian(x).max())))  # beside it sums would overflow
+    for factor in (2.0**-10, largest):  # a power of two: not a bit
+        assert_same_tensor(gptq(w, factor * hessian(x)), gptq(w, hessian(x)))
+
+
+@pytest.mark.parametrize("h", [-1e-3 * np.eye(64), np.fliplr(np.eye(64))], ids=["negative", "indefinite"])
+def test_what_is_no_hessian_gives_nan(cpu, h):
+    w, _ = layer(9, 32, 64)
+    assert np.isnan(np.asarray(jnvfp4.dequantize(gptq(w, np.float32(h))))).any()
 
 
 def test_channels_without_input_are_rounded_by_themselves(cpu):

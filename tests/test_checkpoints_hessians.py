@@ -11,7 +11,9 @@ from checkpoints import array, environment, files_of, model_of, refused, write, 
 import jnvfp4
 from jnvfp4.calibration import gptq
 from jnvfp4.checkpoints import CheckpointError, ConvertOptions, convert_checkpoint, open_checkpoint, verify_checkpoint
+from jnvfp4.checkpoints._convert.shards import ShardWriter
 from jnvfp4.checkpoints._files.source import open_source
+from jnvfp4.cli import main
 from jnvfp4.spec import ROW_SCALED, QuantSpec, four_over_six
 
 ATTENTION, MLP, EXPERTS = "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.mlp.experts"
@@ -137,24 +139,70 @@ def test_experts_have_a_hessian_each(tmp_path, form):
 def test_a_weight_with_its_own_hessian_takes_no_other(model, tmp_path):
     path = tmp_path / "hessians"  # a folder, without an index
     path.mkdir()
-    own = {name: hessian(64, 5 + i) for i, name in enumerate((Q, K))}
+    own = {name: hessian(64, 5 + i) for i, name in enumerate((V, K, Q))}  # in no order
     for i, (name, h) in enumerate(own.items()):
         hessians(path / f"{i}.safetensors", **{name: h})
     convert_checkpoint(model, tmp_path / "out", ConvertOptions(hessians=path))
     got = open_checkpoint(tmp_path / "out")
-    for name in (Q, K):
+    for name in own:
         check(got[f"{name}.weight"], wanted(name, jnvfp4.NVFP4, own[name]))
+
+
+MIXER, MAMBA = "model.layers.0.linear_attn", "model.layers.0.mixer"
+SAME_INPUTS = {
+    "gate and up": ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj", True),
+    "w1 and w3": ("model.layers.0.mlp.experts.0.w3", "model.layers.0.mlp.experts.0.w1", True),
+    "low ranks": (f"{MIXER}.f_b_proj", f"{MIXER}.g_b_proj", False),
+    "gates of attention": (f"{ATTENTION}.gate_proj", Q, False),
+    "of another layer": (Q, Q.replace("0", "1"), False),
+    "cross attention": ("model.layers.0.cross_attn.k_proj", "model.layers.0.cross_attn.q_proj", False),
+    "latents": ("model.resampler.layers.0.self_attn.k_proj", "model.resampler.layers.0.self_attn.q_proj", False),
+    "perceiver": ("model.perceiver.0.attn.v_proj", "model.perceiver.0.attn.q_proj", False),
+}
+
+
+@pytest.mark.parametrize("case", SAME_INPUTS)
+def test_only_weights_of_the_same_inputs_share_a_hessian(tmp_path, case):
+    given, other, shared = SAME_INPUTS[case]
+    model = model_of(tmp_path / "in", {f"{name}.weight": array(32, 64) for name in (given, other)})
+    options = ConvertOptions(hessians=hessians(tmp_path / "h.safetensors", **{given: hessian(64)}), weight_only=True)
+    result = convert_checkpoint(model, tmp_path / "out", options)
+    assert {*result.by_gptq} == ({given, other} if shared else {given})
 
 
 def test_hessians_of_what_is_kept_are_not_used(model, tmp_path, options):
     values = vars(options) | {"ignore": (ATTENTION,)}
     result = convert_checkpoint(model, tmp_path / "out", ConvertOptions(**values))
-    assert {*result.plan.hessians.names} == {GATE, UP}
+    assert {*result.by_gptq} == {GATE, UP}
+
+
+def test_summaries_count_the_weights(model, tmp_path, capsys):
+    """A dry run those that have a hessian, a conversion those whose hessian has seen something."""
+    given = GIVEN | {OUT: np.zeros((32, 32), np.float32)}
+    command = ["convert", str(model), str(tmp_path / "out"), "--weight-only", "--hessians"]
+    command.append(str(hessians(tmp_path / "h.safetensors", **given)))
+    assert main([*command, "--dry-run"]) == 0
+    assert "\n6 weights have a hessian, by which GPTQ rounds them\n" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "quantized  7 weights, of which 5 by GPTQ\n" in capsys.readouterr().out
+
+
+def test_a_dry_run_checks_what_a_conversion_checks(model, tmp_path, options):
+    result = convert_checkpoint(model, tmp_path / "out", options, dry_run=True)
+    done = convert_checkpoint(model, tmp_path / "done", options)
+    for name in ("by_gptq", "bytes_after", "warnings"):
+        assert getattr(result, name) == getattr(done, name)
+    hessians(options.hessians, **{**GIVEN, Q: ALTERED, K: hessian(64), V: hessian(64)})
+    with pytest.raises(CheckpointError, match="not finite"):
+        convert_checkpoint(model, tmp_path / "out", options, dry_run=True)
+    assert not (tmp_path / "out").exists()
 
 
 # ---------------------------------------------------------------- what is refused
 ALTERED = hessian(64)
 ALTERED[3, 5] = np.nan
+UNEVEN = hessian(64)
+UNEVEN[5, 5] = -1e-3  # too little for Cholesky, beside what is added to the diagonal
 REFUSED = {
     "unknown": (
         {**GIVEN, "model.layers.9.mlp.up_proj": hessian(64)},
@@ -170,10 +218,19 @@ REFUSED = {
         {OUT: hessian(32), f"{OUT}.weight": hessian(32)},
         f"tensor '{OUT}.weight': is the hessian of '{OUT}', as is '{OUT}'",
     ),
-    "NaN": ({**GIVEN, Q: ALTERED}, f"tensor '{Q}': has values that are not finite; expected finite values"),
-    "negative": (
-        {**GIVEN, OUT: -hessian(32)},
-        f"tensor '{OUT}': is not positive definite; expected X^T X of a layer's inp",
+    "NaN": ({UP: ALTERED}, f"tensor '{UP}': has values that are not finite; expected X^T X of a layer's inputs X"),
+    "infinity": ({OUT: np.diag([np.inf, *31 * [1]]).astype(np.float32)}, f"tensor '{OUT}': has values that are not f"),
+    "negative": ({**GIVEN, OUT: -hessian(32)}, f"tensor '{OUT}': has a negative value on its diagonal; expected X"),
+    "one negative": ({UP: np.diag(np.diag(UNEVEN))}, f"tensor '{UP}': has a negative value on its diagonal; expected X"),
+    "upper triangle": ({OUT: np.triu(hessian(32))}, f"tensor '{OUT}': is not symmetric; expected X^T X of a layer's"),
+    "two to choose from": (
+        {Q: hessian(64), f"{K}.weight": hessian(64)},
+        f"has {K}.weight and {Q}, but none of '{V}', which has the same inputs; expected one for each of them, or one",
+    ),
+    "names of the source": (
+        {"model.layers.0.mlp.experts.0.up_proj": hessian(64)},
+        r"has 'model.layers.0.mlp.experts.0.up_proj'; expected names of modules of the model\nhint: --experts changes "
+        "names: hessians have those of the output",
     ),
     "indefinite": ({OUT: np.fliplr(np.eye(32, dtype=np.float32)).copy()}, f"tensor '{OUT}': is not positive definite"),
     "of no weight": ({"model.norm": hessian(64)}, "has none of a module that is quantized; expected hessians of these"),
@@ -216,11 +273,25 @@ def test_a_conversion_goes_on_with_the_same_hessians(model, tmp_path, options):
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
-def test_hessians_that_change_meanwhile_are_an_error(model, tmp_path, options):
+@pytest.mark.parametrize("when", ["after the first tensor", "before the first tensor"])
+def test_hessians_that_change_meanwhile_are_an_error(model, tmp_path, options, when, monkeypatch):
+    """Also what was checked and is then no hessian."""
+    write, file = ShardWriter.write, options.hessians
+
+    def spoil(*_):
+        with file.open("r+b") as f:
+            f.seek(-(64**2) * 4, os.SEEK_END)
+            f.write(np.full(64**2, np.nan, np.float32).tobytes())
+
+    def spoil_and_write(*args):
+        spoil()
+        return write(*args)
+
+    before = when == "before the first tensor"
+    if before:
+        monkeypatch.setattr(ShardWriter, "write", spoil_and_write)
     with pytest.raises(CheckpointError, match=r"h\.safetensors: has changed while it was read"):
-        convert_checkpoint(
-            model, tmp_path / "out", options, on_progress=lambda *_: os.utime(options.hessians, ns=(1, 1))
-        )
+        convert_checkpoint(model, tmp_path / "out", options, on_progress=lambda *_: None if before else spoil())
     assert not (tmp_path / "out" / "config.json").exists()
 
 

@@ -119,6 +119,7 @@ def plan_as_json(plan: Plan) -> JSON:
             for name, item in sorted(plan.items.items())
         ],
         "bytes": plan.nbytes,
+        "with_hessian": len(plan.with_hessian),
         "warnings": list(plan.warnings),
     }
 
@@ -131,6 +132,8 @@ def plan_table(plan: JSON) -> str:
         rows.append((t["name"], t["action"], t["reason"] or "", t["bytes"], ", ".join(others)))
     text = table(("tensor", "action", "reason", "bytes", "shares its global with"), rows)
     total = f"{plan['bytes']} bytes in all; ignore list: {', '.join(plan['ignore'])}"
+    if plan["with_hessian"]:
+        total += f"\n{plan['with_hessian']} weights have a hessian, by which GPTQ rounds them"
     return "\n".join([text, total, *_warnings(plan)])
 
 
@@ -178,6 +181,7 @@ def result_as_json(result: Result) -> JSON:
     """Describes what a conversion has done, as JSON values."""
     return {
         "quantized": len(result.amaxes),
+        "by_gptq": len(result.by_gptq),
         "kept": sum(not item.choice.quantizes for item in result.plan.items.values()),
         "bytes_before": result.bytes_before,
         "bytes_after": result.bytes_after,
@@ -190,8 +194,9 @@ def conversion_table(result: Result) -> str:
     """Formats what a conversion has done."""
     r = result_as_json(result)
     ratio = f", {r['bytes_after'] / r['bytes_before']:.3f} of the source" if r["bytes_before"] else ""
+    by_gptq = f", of which {r['by_gptq']} by GPTQ" if result.plan.hessians is not None else ""
     lines = [
-        f"quantized  {r['quantized']} weights",
+        f"quantized  {r['quantized']} weights{by_gptq}",
         f"kept       {r['kept']} tensors",
         f"bytes      {r['bytes_after']}{ratio}",
     ]

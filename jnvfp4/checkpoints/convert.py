@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -30,7 +30,7 @@ TINY_AMAX = 7.9e-36  # below it 2688 / amax overflows float32
 
 @dataclass(frozen=True)
 class Result:
-    """Describes a finished conversion.
+    """Describes a finished conversion, or one that was only checked (``dry_run``).
 
     Attributes:
       plan: what was decided.
@@ -39,6 +39,7 @@ class Result:
       seconds: the time per written tensor; resumed shards have none.
       bytes_before, bytes_after: the bytes of all tensors in source and output.
       inexact_blocks: for each module from MXFP4, how many blocks of 16 have other values than in the source.
+      by_gptq: the modules that are rounded by hessians, if only of some of their experts.
       warnings: sentences about findings that are no errors.
     """
 
@@ -49,6 +50,7 @@ class Result:
     bytes_before: int = 0
     bytes_after: int = 0
     inexact_blocks: Mapping[str, int] = field(default_factory=dict)
+    by_gptq: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -62,6 +64,7 @@ def convert_checkpoint(
     workers: int = 2,
     overwrite: bool = False,
     resume: bool = False,
+    dry_run: bool = False,
     on_progress: OnProgress = lambda name, nbytes: None,
 ) -> Result:
     """Converts a Hugging Face checkpoint to NVFP4.
@@ -80,6 +83,7 @@ def convert_checkpoint(
       overwrite: whether ``output`` may have files. Its config, its index and the shards that a conversion wrote are
         removed, which a warning says; a shard of anything else is an error.
       resume: whether finished shards of an interrupted conversion in ``output`` are used.
+      dry_run: whether only the checks are made, those of weights and hessians too, and nothing is written.
       on_progress: called with a tensor's name and its bytes when it is written, or with a shard's if it is resumed.
 
     Raises:
@@ -96,11 +100,15 @@ def convert_checkpoint(
     check_companions(plan.source)
     amaxes, not_finite, inexact = find_amaxes(plan, workers)
     device = jax.local_devices(backend="cpu")[0] if device is None else device
-    unseen = _unseen(plan, device)
+    unseen = {} if plan.hessians is None else plan.hessians.check(device)
     plan.check_unchanged()
     if not_finite:
         plan = plan_without(plan, not_finite)
         _check_space(plan, output, record)
+    found = plan.warnings + _of_unseen(plan, unseen) + _tiny_amaxes(amaxes)
+    result = Result(plan, amaxes, device, {}, plan.source.nbytes, plan.nbytes, inexact, _by_gptq(plan, unseen), found)
+    if dry_run:
+        return result
     writer = ShardWriter(plan, amaxes, _metadata(plan), device, implementation, workers, on_progress)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -115,8 +123,7 @@ def convert_checkpoint(
                     write_json(output / name, value)
     except OSError as e:
         raise io_error(e, output, "finished shards are kept; --resume goes on" if record.is_kept else "") from e
-    warnings = plan.warnings + unseen + _tiny_amaxes(amaxes) + removed + not_copied + _read_otherwise(output)
-    return Result(plan, amaxes, device, seconds, plan.source.nbytes, plan.nbytes, inexact, warnings)
+    return replace(result, seconds=seconds, warnings=found + removed + not_copied + _read_otherwise(output))
 
 
 # ---------------------------------------------------------------- checks
@@ -153,12 +160,20 @@ def _check_space(plan: Plan, output: Path, record: ResumeRecord) -> None:
     check_free_space(output, sizes)
 
 
-def _unseen(plan: Plan, device: jax.Device) -> tuple[str, ...]:
-    """Checks the hessians, and warns of those that have seen nothing."""
-    if plan.hessians is None or not (unseen := [*plan.hessians.check(device)]):
+def _of_unseen(plan: Plan, unseen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Warns of hessians that have seen nothing."""
+    if not (named := [matrix for of_tensor in unseen.values() for matrix in of_tensor]):
         return ()
-    text = f"{len(unseen)} hessians are 0, as of inputs that were never seen; weights are quantized without them"
-    return (f"{plan.options.hessians}: {text}: {'; '.join(unseen)}",)
+    text = f"{len(named)} hessians are 0, as of inputs that were never seen; weights are quantized without them"
+    return (f"{plan.options.hessians}: {text}: {'; '.join(named)}",)
+
+
+def _by_gptq(plan: Plan, unseen: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    def has_seen(module: str) -> bool:
+        shape = plan.weights[module].choice.entry.shape
+        return len(unseen[plan.with_hessian[module]]) < (shape[0] if plan.weights[module].choice.stacked else 1)
+
+    return tuple(filter(has_seen, plan.with_hessian))
 
 
 def _tiny_amaxes(amaxes: Mapping[str, np.ndarray]) -> tuple[str, ...]:

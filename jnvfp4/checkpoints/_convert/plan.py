@@ -93,6 +93,12 @@ class Plan:
         """The bytes of all tensors that are written."""
         return sum(item.nbytes for item in self.items.values())
 
+    @property
+    def with_hessian(self) -> dict[str, str]:
+        """The names of the hessians by the modules that are rounded by them."""
+        names = {} if self.hessians is None else self.hessians.names
+        return {module: name for module, name in names.items() if module in self.weights}
+
     def check_unchanged(self) -> None:
         """Raises if a file that is read is another one than when it was opened."""
         self.source.check_unchanged()

@@ -62,6 +62,8 @@ FUSED_NAMES = dict(
 INSEPARABLE = FUSED[1:3]
 # The query of cross-attention multiplies other activations than key and value, which loaders fuse without it.
 _CROSS = re.compile(r"attn2\.|cross_?att|encoder_attn|encdecatt", re.IGNORECASE)
+# So does that of modules which read out another sequence by queries of their own.
+_OTHER_QUERIES = re.compile(rf"{_CROSS.pattern}|cross|perceiver|resampler|q_?former|latent|pool", re.IGNORECASE)
 _QUERIES = ("q_proj", "to_q", "wq", "q", "query", "query_net")
 _ENDS: dict[str, list[tuple[str, tuple[str, ...]]]] = {}  # of the rows' parts, by the last part of the module's name
 _FAMILIES: dict[str, frozenset[str]] = {}  # the parts of all rows that overlap with those of a part
@@ -234,8 +236,20 @@ def fused_rows(module: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield parent, row
 
 
+def inputs_of(module: str) -> object:
+    """Gives what modules have in common that surely multiply the same activations; the module, if none other does.
+
+    Those are q_proj, k_proj and v_proj, except where the name tells of queries of other activations; gate_proj and
+    up_proj; w1 and w3. Other rows of ``FUSED`` share a global scale, but some of them, such as f_b_proj and g_b_proj,
+    multiply activations of their own.
+    """
+    parent, role = split_role(module)
+    row = next((row for row in FUSED[:3] if role in row), ())
+    return (parent, row) if row and not (row is _QKV and _OTHER_QUERIES.search(parent)) else module
+
+
 def family_of(module: str) -> tuple[str, object]:
-    """Gives what modules have in common that multiply the same activations: parent, and rows of ``FUSED``."""
+    """Gives what modules have in common whose global scales are related: parent, and rows of ``FUSED``."""
     parent, role = split_role(module)
     return next(((p, _FAMILIES[row[0]]) for p, row in fused_rows(module)), (parent, role))
 
