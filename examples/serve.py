@@ -138,7 +138,7 @@ def random_models(config: Config, seed: int) -> Models:
         return {
             "attention_norm": ones,
             "qkv": linear((config.heads + 2 * config.kv_heads) * config.head_dim, config.width),
-            "attention_out": linear(config.width, config.width),
+            "attention_out": linear(config.width, config.heads * config.head_dim),
             "mlp_norm": ones,
             "mlp_up": linear(2 * config.mlp_width, config.width),
             "mlp_down": linear(config.width, config.mlp_width),
@@ -176,7 +176,8 @@ def load(folder: Path) -> Tree:
     def narrow(w: Any) -> Any:
         return w if is_quantized(w) else jnp.asarray(w, jnp.bfloat16)
 
-    return unstack(jax.tree.map(narrow, from_hugging_face(open_checkpoint(folder)), is_leaf=is_quantized))
+    params = from_hugging_face(open_checkpoint(folder), read_config(folder).tied)
+    return unstack(jax.tree.map(narrow, params, is_leaf=is_quantized))
 
 
 def make_models(args: argparse.Namespace) -> tuple[Config, Models]:

@@ -192,7 +192,7 @@ def test_a_dry_run_checks_what_a_conversion_checks(model, tmp_path, options):
     done = convert_checkpoint(model, tmp_path / "done", options)
     for name in ("by_gptq", "bytes_after", "warnings"):
         assert getattr(result, name) == getattr(done, name)
-    hessians(options.hessians, **{**GIVEN, Q: ALTERED, K: hessian(64), V: hessian(64)})
+    hessians(options.hessians, **{UP: ALTERED})
     with pytest.raises(CheckpointError, match="not finite"):
         convert_checkpoint(model, tmp_path / "out", options, dry_run=True)
     assert not (tmp_path / "out").exists()
@@ -221,7 +221,10 @@ REFUSED = {
     "NaN": ({UP: ALTERED}, f"tensor '{UP}': has values that are not finite; expected X^T X of a layer's inputs X"),
     "infinity": ({OUT: np.diag([np.inf, *31 * [1]]).astype(np.float32)}, f"tensor '{OUT}': has values that are not f"),
     "negative": ({**GIVEN, OUT: -hessian(32)}, f"tensor '{OUT}': has a negative value on its diagonal; expected X"),
-    "one negative": ({UP: np.diag(np.diag(UNEVEN))}, f"tensor '{UP}': has a negative value on its diagonal; expected X"),
+    "one negative": (
+        {UP: np.diag(np.diag(UNEVEN))},
+        f"tensor '{UP}': has a negative value on its diagonal; expected X",
+    ),
     "upper triangle": ({OUT: np.triu(hessian(32))}, f"tensor '{OUT}': is not symmetric; expected X^T X of a layer's"),
     "two to choose from": (
         {Q: hessian(64), f"{K}.weight": hessian(64)},

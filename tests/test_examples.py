@@ -7,10 +7,13 @@ import importlib.util
 import json
 import pathlib
 import re
+import shlex
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import scripts
@@ -20,6 +23,7 @@ from scripts import EXAMPLES, PNG, ROOT, run
 import jnvfp4
 from jnvfp4 import Recipe, recipes
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
+from jnvfp4.cli import main
 from jnvfp4.spec import name_of
 
 
@@ -229,7 +233,7 @@ def test_quantize_checkpoint_computes_what_the_model_does(tmp_path, hugging_face
     text = (ROOT / "README.md").read_bytes()
     (tmp_path / "text").write_bytes(text[:-2048])
     out = scripts.run("quantize_checkpoint.py", "model", "text", "out", "--sequences", "64", cwd=tmp_path)
-    assert "layer 2 of 2\n14 weights quantized to out by the hessians in out-hessians" in out
+    assert "layer 2 of 2\n14 of 14 weights in out rounded by the hessians in out-hessians" in out
 
     tokens = jnp.asarray(spread(np.frombuffer(text[:-2048], np.uint8), 64, 32))
     x = params["embedding"][tokens]
@@ -270,6 +274,105 @@ def test_quantize_checkpoint_reads_tokens(tmp_path, monkeypatch):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert read_tokens(tmp_path, tmp_path / "text", 512).tolist() == 50 * [2]
+    with pytest.raises(
+        ValueError, match=r"tokenizer.json: tokens must be below the vocab_size of config.json, 2, got 2"
+    ):
+        read_tokens(tmp_path, tmp_path / "text", 2)
+    (tmp_path / "text").write_bytes(b"a\xff")
+    with pytest.raises(ValueError, match=r"text must be UTF-8: 'utf-8' codec can't decode"):
+        read_tokens(tmp_path, tmp_path / "text", 512)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ValueError, match=r"tokenizer.json must be a tokenizer of the package tokenizers: "):
+        read_tokens(tmp_path, tmp_path / "text", 512)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"the package tokenizers, which is missing: pip install tokenizers$"):
+        read_tokens(tmp_path, tmp_path / "text", 512)
+
+
+def spoiled_llama(tmp_path, hugging_face, spoil=lambda tensors: None, options=None, **sizes):
+    """A small Llama's files and a text beside them, after a change of its tensors; quantized, if options are given."""
+    config, params = small_llama()
+    config = dataclasses.replace(config, **sizes)
+    if sizes:
+        params = importlib.import_module("lm.model").init_params(jax.random.key(0), config)
+    tensors = hugging_face.to_hugging_face(jax.tree.map(lambda w: np.array(w, ml_dtypes.bfloat16), params), config)
+    tensors = {name: np.array(w) for name, w in tensors.items()}
+    spoil(tensors)
+    written = tmp_path / "model" if options is None else tmp_path / "plain"
+    save_checkpoint(tensors, written, config=hugging_face.llama_config(config))
+    if options is not None:
+        convert_checkpoint(written, tmp_path / "model", options)
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    return config
+
+
+def a_nan(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+
+
+GATE = "model.layers.1.mlp.gate_proj"
+SPOILED = {
+    "NaN": (dict(spoil=a_nan), "tensor 'model.layers.1.mlp.up_proj.weight': has 1 values that are not finite"),
+    "K": (dict(mlp_width=40), "tensor 'model.layers.0.mlp.down_proj.weight': K is 40; expected a multiple of 16"),
+    "quantized": (dict(options=ConvertOptions(weight_only=True)), "model/config.json: is quantized already (modelopt)"),
+    "missing": (
+        dict(spoil=lambda t: t.pop("model.layers.1.mlp.down_proj.weight")),
+        "model: model.layers.1.mlp.down_proj.weight must have the shape (32, 48) by config.json, got None",
+    ),
+    "bias": (
+        dict(spoil=lambda t: t.update({f"{GATE}.bias": np.ones(48, np.float32)})),
+        f"model: {GATE}.bias is not computed with, must be absent by config.json, got (48,)",
+    ),
+    "shape": (
+        dict(spoil=lambda t: t.update({"model.norm.weight": np.ones(16, np.float32)})),
+        "model: model.norm.weight must have the shape (32,) by config.json, got (16,)",
+    ),
+    "disk": (
+        {},
+        f"must have room for {2 * 41_784 + 4 * 2 * (3 * 32**2 + 48**2):,} bytes, hessians included, got 100,000",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_quantize_checkpoint_refuses_before_it_calibrates(hugging_face, tmp_path, monkeypatch, case):
+    arguments, text = SPOILED[case]
+    spoiled_llama(tmp_path, hugging_face, **arguments)
+    script = importlib.import_module("quantize_checkpoint")
+    monkeypatch.setattr(script, "write_hessians", None)
+    monkeypatch.setattr(sys, "argv", ["quantize_checkpoint.py", "model", "text", "out"])
+    monkeypatch.chdir(tmp_path)
+    if case == "disk":
+        monkeypatch.setattr(script.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100_000))
+    with pytest.raises(SystemExit, match=re.escape(text)):
+        script.main()
+    assert not [*tmp_path.glob("out*")]
+
+
+@pytest.mark.long
+def test_quantize_checkpoint_names_the_command_that_finishes_it(hugging_face, tmp_path, monkeypatch, capsys):
+    spoiled_llama(tmp_path, hugging_face)
+    script = importlib.import_module("quantize_checkpoint")
+    monkeypatch.setattr(sys, "argv", ["quantize_checkpoint.py", "model", "text", "out", "--format", "te"])
+    monkeypatch.chdir(tmp_path)
+
+    def stopped(*args, dry_run=False, **options):
+        if dry_run:
+            return convert_checkpoint(*args, dry_run=True, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "convert_checkpoint", stopped)
+    with pytest.raises(SystemExit) as error:
+        script.main()
+    assert "warning: text has 256 tokens, and 128 sequences of 8 overlap\n" in capsys.readouterr().err
+    message, _, command = str(error.value).rpartition(": ")
+    assert message == "quantize_checkpoint: interrupted\nall hessians are written; this converts by them"
+    program, *arguments = shlex.split(command)
+    assert program == "jnvfp4"
+    assert main(arguments) == 0
+    assert "14 weights, of which 14 by GPTQ" in capsys.readouterr().out
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["quantization_config"]["recipe"] == "nvfp4-search-gptq"
 
 
 # ---------------------------------------------------------------- examples/lm
@@ -299,7 +402,7 @@ def llama_logits(weights, tokens, config):
     weights = {name.removesuffix(".weight"): np.asarray(w, np.float64) for name, w in weights.items()}
     seq, head_dim = len(tokens), config["head_dim"]
     half = head_dim // 2
-    angle = np.arange(seq)[:, None] / config["rope_theta"] ** (np.arange(head_dim) % half / half)
+    angle = np.arange(seq)[:, None] * np.tile(inverse_frequencies(config), 2)
 
     def norm(x, name):
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config["rms_norm_eps"]) * weights[name]
@@ -322,7 +425,20 @@ def llama_logits(weights, tokens, config):
         y = norm(x, f"{layer}.post_attention_layernorm")
         gate, up = (y @ weights[f"{layer}.mlp.{p}_proj"].T for p in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{layer}.mlp.down_proj"].T
-    return norm(x, "model.norm") @ weights["lm_head"].T
+    return norm(x, "model.norm") @ weights["model.embed_tokens" if config["tie_word_embeddings"] else "lm_head"].T
+
+
+def inverse_frequencies(config):
+    """Computes, in float64, what transformers calls by this name."""
+    plain = config["rope_theta"] ** -np.arange(0, 1, 2 / config["head_dim"])
+    if not (scaling := config.get("rope_scaling")):
+        return plain
+    factor, low, high, positions = scaling["factor"], *(scaling[f"{end}_freq_factor"] for end in ("low", "high")), 40
+    assert scaling["original_max_position_embeddings"] == positions
+    length = 2 * np.pi / plain
+    smooth = (positions / length - low) / (high - low)
+    medium = (1 - smooth) * plain / factor + smooth * plain
+    return np.where(length < positions / high, plain, np.where(length > positions / low, plain / factor, medium))
 
 
 @pytest.mark.long
@@ -348,16 +464,26 @@ def test_microbatches_with_carried_amaxes_and_weights_quantized_once_train_with_
     assert_same_tensor((tree, state), want)
 
 
-def test_llama_computes_what_its_hugging_face_tensors_mean(hugging_face):
-    from lm.model import bf16_linear, logits
+@pytest.mark.parametrize("name", ["plain", "Llama 3.2"])
+def test_llama_computes_what_its_hugging_face_tensors_mean(hugging_face, name):
+    """Also, as in Llama 3.2, with scaled angles and an embedding that is the head; with heads of another width."""
+    from lm.config import RotaryScaling
+    from lm.model import bf16_linear, init_params, logits
 
     config, params = small_llama()
-    tokens = np.random.default_rng(1).integers(0, 256, (3, config.seq))
-    got = jax.jit(logits, static_argnums=(2, 3))(params, jnp.asarray(tokens), config, bf16_linear, jax.random.key(0))
+    if name != "plain":  # the angles of some elements are divided, of others in part or not, within 48 positions
+        config = dataclasses.replace(
+            config, seq=48, rotary_scaling=RotaryScaling(8.0, 1.0, 4.0, 40.0), head_size=32, tied=True
+        )
+        params = init_params(jax.random.key(1), config)
     tensors, declared = hugging_face.to_hugging_face(params, config), hugging_face.llama_config(config)
+    loaded = hugging_face.from_hugging_face(tensors, config.tied)
+    tokens = np.random.default_rng(1).integers(0, 256, (3, config.seq))
+    got = jax.jit(logits, static_argnums=(2, 3))(loaded, jnp.asarray(tokens), config, bf16_linear, jax.random.key(0))
     want = np.stack([llama_logits(tensors, row, declared) for row in tokens])
     assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
-    jax.tree.map(np.testing.assert_array_equal, hugging_face.from_hugging_face(tensors), params)
+    if not config.tied:
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
 
 
 @pytest.mark.parametrize("spec", [jnvfp4.NVFP4, jnvfp4.ROW_SCALED], ids=name_of)
@@ -378,18 +504,147 @@ def test_join_rows_refuses_what_no_tensor_can_hold(hugging_face):
         hugging_face.join_rows(jnvfp4.quantize(w), jnvfp4.quantize(w, jnvfp4.ROW_SCALED))
 
 
+LLAMA_3_1 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+OTHERS = {  # another entry of a config -> what read_config then has in place of what it had
+    "defaults": ({"rms_norm_eps": None, "rope_theta": None}, {"norm_epsilon": 1e-6, "rotary_base": 10_000.0}),
+    "num_key_value_heads": ({"num_key_value_heads": None}, {"kv_heads": 4}),
+    "rope_parameters": ({"rope_theta": None, "rope_parameters": {"rope_theta": 5}}, {"rotary_base": 5.0}),
+    "head_dim": ({"head_dim": 24}, {"head_size": 24}),
+    "no head_dim": ({"head_dim": None}, {}),
+    "tied": ({"tie_word_embeddings": True}, {"tied": True}),
+    "llama3": ({"rope_scaling": {"rope_type": "llama3", **LLAMA_3_1}}, {"rotary_scaling": (8.0, 1.0, 4.0, 8192.0)}),
+    "old name": ({"rope_scaling": {"type": "llama3", **LLAMA_3_1}}, {"rotary_scaling": (8.0, 1.0, 4.0, 8192.0)}),
+    "new place": (
+        {"rope_theta": None, "rope_parameters": {"rope_type": "llama3", "rope_theta": 7.0, **LLAMA_3_1}},
+        {"rotary_base": 7.0, "rotary_scaling": (8.0, 1.0, 4.0, 8192.0)},
+    ),
+}
+COUNT, KINDS = "must be a whole number, 1 or more, got", "rope_type must be 'default' or 'llama3', got"
+REFUSED = {
+    "model_type": ({"model_type": "gemma"}, "model_type must be 'llama', got 'gemma'"),
+    "hidden_act": ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+    "attention_bias": ({"attention_bias": True}, "attention_bias must be False, got True"),
+    "mlp_bias": ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, f"{KINDS} 'yarn'"),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, f"{KINDS} 'linear'"),
+    "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, f"{KINDS} 'dynamic'"),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope"}}, f"{KINDS} 'longrope'"),
+    "no object": ({"rope_scaling": "llama3"}, "rope_scaling must be an object or null, got 'llama3'"),
+    "factor": (
+        {"rope_scaling": {**LLAMA_3_1, "rope_type": "llama3", "factor": None}},
+        "factor must be a number above 0",
+    ),
+    "frequencies": (
+        {"rope_scaling": {**LLAMA_3_1, "rope_type": "llama3", "low_freq_factor": 4.0}},
+        "high_freq_factor must be above low_freq_factor, 4, got 4",
+    ),
+    "hidden_size": ({"hidden_size": None}, f"hidden_size {COUNT} None"),
+    "heads": ({"num_attention_heads": "4"}, f"num_attention_heads {COUNT} '4'"),
+    "layers": ({"num_hidden_layers": 2.0}, f"num_hidden_layers {COUNT} 2.0"),
+    "vocabulary": ({"vocab_size": True}, f"vocab_size {COUNT} True"),
+    "norm": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number above 0, got '1e-5'"),
+    "odd head": ({"head_dim": 7}, "head_dim must be even, got 7"),
+    "uneven heads": (
+        {"head_dim": None, "num_attention_heads": 3},
+        "hidden_size must be a multiple of num_attention_head",
+    ),
+    "groups": ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads, 4, got 3"),
+}
+
+
 def test_config_of_a_checkpoint_is_read(hugging_face, tmp_path):
     config = dataclasses.replace(small_llama()[0], rotary_base=500_000.0, norm_epsilon=1e-5)
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(hugging_face.llama_config(config)))
-    got = hugging_face.read_config(tmp_path)
-    training = {name: getattr(got, name) for name in ("batch", "steps", "peak_lr", "val_batches")}
-    assert got == dataclasses.replace(config, **training)
-    others = {"model_type": ("gemma", "'llama'"), "head_dim": (24, "8"), "tie_word_embeddings": (True, "False")}
-    for name, (value, wanted) in {**others, "rope_scaling": ({"rope_type": "llama3"}, "None")}.items():
-        file.write_text(json.dumps(hugging_face.llama_config(config) | {name: value}))
-        with pytest.raises(ValueError, match=re.escape(f"config.json: {name} must be {wanted}, got {value!r}")):
-            hugging_face.read_config(tmp_path)
+    training = {name: getattr(config, name) for name in ("batch", "steps", "peak_lr", "val_batches")}
+    for change, read in (({}, {}), *OTHERS.values()):
+        file.write_text(json.dumps(hugging_face.llama_config(config) | change))
+        got = dataclasses.replace(hugging_face.read_config(tmp_path), **training)
+        assert got == dataclasses.replace(config, **read)
+        declared = hugging_face.llama_config(got)
+        file.write_text(json.dumps(declared))
+        assert dataclasses.replace(hugging_face.read_config(tmp_path), **training) == got
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_configs_that_are_refused(hugging_face, tmp_path, case):
+    change, text = REFUSED[case]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(hugging_face.llama_config(small_llama()[0]) | change))
+    with pytest.raises(ValueError, match="^" + re.escape(f"{file}: {text}")):
+        hugging_face.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", b"\xff"])
+def test_files_that_are_no_config_are_refused(hugging_face, tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError, match=r"config.json must be (a JSON object, got \[\]|JSON in UTF-8: )"):
+        hugging_face.read_config(tmp_path)
+
+
+LLAMAS = {
+    "2": {"rope_theta": 10_000.0, "num_key_value_heads": None, "head_dim": None},
+    "3.1": {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA_3_1}},
+    "3.2": {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {"rope_type": "llama3", **LLAMA_3_1, "factor": 32.0},
+        "head_dim": 64,
+    },
+    "short": {  # all angles are divided, in part or not at all within 48 positions
+        "rope_scaling": {"rope_type": "llama3", **LLAMA_3_1, "original_max_position_embeddings": 40},
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_angles_are_those_of_transformers(hugging_face, tmp_path, name):
+    pytest.importorskip("torch", reason="transformers needs it")
+    transformers = pytest.importorskip("transformers")
+    ropes = pytest.importorskip("transformers.modeling_rope_utils")
+    from lm.model import angles
+
+    declared = hugging_face.llama_config(small_llama(width=512)[0]) | LLAMAS[name]
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    config = transformers.LlamaConfig.from_pretrained(tmp_path)
+    kind = "llama3" if "rope_scaling" in declared else "default"
+    want, _ = ropes.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    np.testing.assert_allclose(angles(hugging_face.read_config(tmp_path)), want.numpy(), rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["2", "short"])
+def test_llamas_compute_what_transformers_does(hugging_face, decode, tmp_path, name):
+    """Also a token at a time through a cache; heads wider than their part of the width; files with angles in them."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    from lm.model import converted_linear, init_params, logits
+
+    declared = hugging_face.llama_config(small_llama(width=64)[0]) | LLAMAS[name] | {"max_position_embeddings": 48}
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    config = hugging_face.read_config(tmp_path)
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), init_params(jax.random.key(1), config))
+    tensors = hugging_face.to_hugging_face(params, config)
+    for i in range(2):
+        tensors[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = np.zeros(config.head_dim // 2, np.float32)
+    save_checkpoint(tensors, tmp_path / "model", config=declared)
+    loaded = hugging_face.from_hugging_face(open_checkpoint(tmp_path / "model"), config.tied)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokens = np.random.default_rng(1).integers(0, 256, (2, 48))
+    want = model(torch.asarray(tokens)).logits.detach().numpy()
+    got = logits(loaded, jnp.asarray(tokens), config, converted_linear, jax.random.key(0))
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)
+    stored = open_checkpoint(tmp_path / "model")
+    hugging_face.check_shapes(stored, config, tmp_path)
+    layer = hugging_face.layer_from_hugging_face(stored, 1)
+    jax.tree.map(lambda w, all_: np.testing.assert_array_equal(w, all_[1]), layer, loaded["layers"])
+    batch = jnp.asarray(tokens, jnp.int32)
+    loss = float(
+        torch.nn.functional.cross_entropy(
+            torch.asarray(want[:, :-1].reshape(-1, 256)), torch.asarray(tokens[:, 1:].reshape(-1))
+        )
+    )
+    assert float(decode.forced_loss(decode.unstack(loaded), batch, config)) == pytest.approx(loss, rel=0.01)
 
 
 # ---------------------------------------------------------------- examples/lm/decode.py, examples/serve.py

@@ -2,7 +2,23 @@
 
 import argparse
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class RotaryScaling(NamedTuple):
+    """Says how Llama 3.1 and later stretch rotary positions ("llama3" in their configs).
+
+    Attributes:
+      factor: what the slowest angles are divided by.
+      low, high: how often an angle turns in ``positions`` tokens: at most ``low`` it is divided, from ``high`` on it is
+        not, and between them in part.
+      positions: tokens of the sequences that the model was first trained on.
+    """
+
+    factor: float
+    low: float
+    high: float
+    positions: float
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,9 @@ class Config:
       last_lr: where the learning rate ends, as a fraction of its peak.
       rotary_base: of the angles by which rotary positions turn.
       norm_epsilon: what norms add to the mean square.
+      rotary_scaling: of the angles, if any.
+      head_size: elements of a head, if they are not width / heads.
+      tied: whether the embedding is the output head, too.
     """
 
     layers: int
@@ -42,10 +61,13 @@ class Config:
     last_lr: float = 0.1
     rotary_base: float = 10_000.0
     norm_epsilon: float = 1e-6
+    rotary_scaling: RotaryScaling | None = None
+    head_size: int | None = None
+    tied: bool = False
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
 
     @property
     def log_every(self) -> int:

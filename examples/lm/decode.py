@@ -143,7 +143,7 @@ def block(
     normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
     qkv = linear(normed, layer["qkv"], unused[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
-    q, k = (rotate(part, config.rotary_base, positions) for part in (q, k))
+    q, k = (rotate(part, config, positions) for part in (q, k))
     mixed, cache = attend(q, k, v, cache, positions)
     x = x + linear(mixed, layer["attention_out"], unused[1], "attention_out")
     normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)

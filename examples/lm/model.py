@@ -7,6 +7,7 @@ runs from NVFP4 weights (``converted_linear``) and is split over devices by the 
 residual stream is bfloat16.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -138,7 +139,7 @@ def init_params(key: Array, config: Config) -> Tree:
         "layers": {
             "attention_norm": jnp.ones((n, d)),
             "qkv": normal(n, (config.heads + 2 * config.kv_heads) * config.head_dim, d, std=d**-0.5),
-            "attention_out": normal(n, d, d, std=residual_std * d**-0.5),
+            "attention_out": normal(n, d, config.heads * config.head_dim, std=residual_std * d**-0.5),
             "mlp_norm": jnp.ones((n, d)),
             "mlp_up": normal(n, 2 * hidden if is_llama else hidden, d, std=d**-0.5),
             "mlp_down": normal(n, d, hidden, std=residual_std * hidden**-0.5),
@@ -195,17 +196,27 @@ def rms_norm(x: Array, gain: Array, epsilon: float) -> Array:
     return (x32 * scale * gain).astype(x.dtype)
 
 
-def rotate(x: Array, base: float, start: Array | int = 0) -> Array:
+def angles(config: Config) -> Array:
+    """Returns by what angle each pair of a head's elements turns from position to position, float32 [head_dim / 2]."""
+    half, scaling = config.head_dim // 2, config.rotary_scaling
+    plain = config.rotary_base ** (-jnp.arange(half) / half)
+    if scaling is None:
+        return plain
+    turns = scaling.positions / (2 * math.pi) * plain
+    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def rotate(x: Array, config: Config, start: Array | int = 0) -> Array:
     """Embeds the positions of x [batch, seq, heads, head_dim]: rotates each element with the one half a head away.
 
     Args:
       x: queries or keys.
-      base: of the angles.
+      config: sizes of the model.
       start: position of the first of them, of all sequences or of each [batch].
     """
-    half = x.shape[-1] // 2
     position = jnp.asarray(start)[..., None] + jnp.arange(x.shape[1])
-    angle = position[..., None] * base ** (-jnp.arange(half) / half)
+    angle = position[..., None] * angles(config)
     cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -215,9 +226,9 @@ def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array
     qkv = linear(x, layer["qkv"], keys[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     if config.architecture == "llama":
-        q, k = rotate(q, config.rotary_base), rotate(k, config.rotary_base)
+        q, k = rotate(q, config), rotate(k, config)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    return linear(mixed.reshape(x.shape), layer["attention_out"], keys[1], "attention_out")
+    return linear(mixed.reshape(*x.shape[:2], -1), layer["attention_out"], keys[1], "attention_out")
 
 
 def mlp(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> Array:
