@@ -109,7 +109,7 @@ def test_a_plan_in_json(converted, tmp_path, capsys):
     arguments = ["convert", str(source), str(tmp_path / "no"), "--format", "te"]
     assert main([*arguments, "--dry-run", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert list(plan) == ["format", "ignore", "tensors", "bytes", "warnings"]
+    assert list(plan) == ["format", "ignore", "tensors", "bytes", "with_hessian", "warnings"]
     assert (plan["format"], plan["ignore"], plan["warnings"]) == ("te", ["lm_head"], [])
     kept, quantized = plan["tensors"]
     assert kept == {"name": "a.norm", "action": "keep", "reason": "no weight", "group": None, "bytes": 8}

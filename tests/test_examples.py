@@ -351,7 +351,13 @@ def test_quantize_checkpoint_refuses_before_it_calibrates(hugging_face, tmp_path
 
 @pytest.mark.long
 def test_quantize_checkpoint_names_the_command_that_finishes_it(hugging_face, tmp_path, monkeypatch, capsys):
-    spoiled_llama(tmp_path, hugging_face)
+    """Of a model without a head of its own, whose heads are wider, and whose files have angles."""
+
+    def spoil(tensors):
+        del tensors["lm_head.weight"]
+        tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32) for i in range(2)}
+
+    spoiled_llama(tmp_path, hugging_face, spoil, tied=True, head_size=16)
     script = importlib.import_module("quantize_checkpoint")
     monkeypatch.setattr(sys, "argv", ["quantize_checkpoint.py", "model", "text", "out", "--format", "te"])
     monkeypatch.chdir(tmp_path)
@@ -373,6 +379,9 @@ def test_quantize_checkpoint_names_the_command_that_finishes_it(hugging_face, tm
     assert "14 weights, of which 14 by GPTQ" in capsys.readouterr().out
     stored = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stored["quantization_config"]["recipe"] == "nvfp4-search-gptq"
+    loaded = hugging_face.from_hugging_face(open_checkpoint(tmp_path / "out"), tied=True)
+    np.testing.assert_array_equal(loaded["head"], loaded["embedding"])
+    assert loaded["layers"].keys() == small_llama()[1]["layers"].keys()
 
 
 # ---------------------------------------------------------------- examples/lm

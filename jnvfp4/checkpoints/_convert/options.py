@@ -25,9 +25,9 @@ class ConvertOptions:
       spec: how weights are quantized: rounded to nearest, not rotated, with an amax per tensor or (layout te) per row.
       hessians: a safetensors file, or a folder of some, with ``jnvfp4.calibration.hessian`` of what layers multiply:
         float32 [K, K] (stacks of experts: [E, K, K]) by the name that the weight or its module has in the output. One
-        of q_proj, k_proj and v_proj, except of cross-attention, or of gate_proj and up_proj (w1 and w3) is enough: for
-        all of them, since of two that differ a third would take either. Weights that have one are rounded by GPTQ,
-        whose bits may differ between devices.
+        of q_proj, k_proj and v_proj, except of cross-attention, or of gate_proj and up_proj (w1 and w3) is enough;
+        where two of three have one, the third needs its own. Weights that have one are rounded by GPTQ, whose bits may
+        differ between devices.
       preset: which weights are quantized, before the rules below: every projection, or only the experts.
       targets: patterns (``jnvfp4._patterns.matches``); only modules that match one are quantized.
       ignore: patterns; modules that match one are left unquantized.
