@@ -172,7 +172,7 @@ def convert(args: argparse.Namespace, options: ConvertOptions) -> Result:
     command += ["--weight-only", "--hessians", options.hessians, *["--device", "cuda:0"] * (device.platform == "gpu")]
     try:
         return convert_checkpoint(args.model, args.output, options, device=device)
-    except (CheckpointError, OSError, KeyboardInterrupt) as error:
+    except (CheckpointError, OSError, RuntimeError, KeyboardInterrupt) as error:  # RuntimeError: of a device
         begun = ["--resume"] if args.output.exists() else []
         line = shlex.join(map(str, [*command, *begun]))
         raise ValueError(
