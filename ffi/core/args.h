@@ -83,12 +83,21 @@ struct MatmulResult {
   Float bias_kind;
   void* out;
   Float kind;
+  bool whole_bias = false;  // the bias has the shape of out, not one number for each column
+};
+
+// Norm of the rows of a 16-bit left operand: cast(row * rsqrt(mean(row^2) + epsilon) * gain).
+struct RowNorm {
+  const void* gain;  // K numbers; null without a norm
+  Float kind;        // kBf16 or kF32
+  float epsilon;
 };
 
 struct MatmulArgs {
   MatmulOperand a, b;
   MatmulResult result;
   GemmShape shape;
+  RowNorm norm{};
 
   JNVFP4_HD bool windows() const { return a.map.windows() || b.map.windows(); }
 };

@@ -165,8 +165,9 @@ struct Tiling {
     const int sums = groups * kRowTiles * 512, rows = rows_bytes(left);
     return kOneUnit ? (sums > rows ? sums : rows) : sums + rows;
   }
-  // Bytes in front of all that, where threads save operands of the epilogue.
-  static constexpr int kEpilogueBytes = kWarps * 32 * 6 * 4;
+  // Bytes in front of all that, where threads save operands of the epilogue, after sums of squares of each warp.
+  static constexpr int kSquaresBytes = kWarps * kRowTiles * 8 * 4;
+  static constexpr int kEpilogueBytes = kSquaresBytes + kWarps * 32 * 8 * 4;
   static constexpr int bytes(Left left, int groups) {
     return kEpilogueBytes + kWarps * (kRing + work_bytes(left, groups));
   }
@@ -232,6 +233,7 @@ struct RowLoader {
   int valid_rows, depth;        // other rows are masked
   uint4 codes[kQuantized ? kTiles : 1][kChunks];
   uint32_t scales[kQuantized ? kTiles : 1][kChunks];
+  float factor;  // of the norm of row `lane`
 
   __device__ __forceinline__ RowLoader(const MatmulArgs& g, int64_t row0, int rows)
       : valid_rows(rows), depth(static_cast<int>(g.shape.depth)) {
@@ -263,6 +265,93 @@ struct RowLoader {
         copy16_or_zero(buffer_address(buffer, r + first, c), p, valid);
       else
         copy16(buffer_address(buffer, r + first, c), p);
+    }
+  }
+  // Sum of squares of 8 elements.
+  static __device__ __forceinline__ float squares(uint4 v) {
+    using T = std::conditional_t<left == Left::kF16, F16, Bf16>;
+    const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float low = low_half<T>(word[i]), high = high_half<T>(word[i]);
+      even = __fmaf_rn(low, low, even), odd = __fmaf_rn(high, high, odd);
+    }
+    return even + odd;
+  }
+  // Finds `factor` from the rows of all warps. `at`: kSquaresBytes of shared memory.
+  __device__ __forceinline__ void find_factors(const MatmulArgs& g, int64_t row0, bool has_unit, bool whole_rows,
+                                               uint32_t buffer, uint32_t at) {
+    constexpr int kRows = kTiles * 8;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (S::kOneUnit && whole_rows) {  // the warps have all of K in their buffers: each lane reads what it has copied
+      wait_for_copies<S::kStages - 1>();
+#pragma unroll 4
+      for (int r = 0; r < valid_rows; ++r) {
+        const float sum = warp_sum(has_unit ? squares(load_shared128(buffer_address(buffer, r, lane))) : 0.0f);
+        if (lane == 0) store_shared(at + (warp * kRows + r) * 4, sum);
+      }
+    } else {
+      const uint4* row = static_cast<const uint4*>(g.a.data) + row0 * (depth / 8);
+#pragma unroll 2
+      for (int r = 0; r < valid_rows; ++r, row += depth / 8) {
+        float sum = 0.0f;
+#pragma unroll 2
+        for (int c = threadIdx.x; c < depth / 8; c += S::kWarps * 32) sum += squares(__ldg(row + c));
+        sum = warp_sum(sum);
+        if (lane == 0) store_shared(at + (warp * kRows + r) * 4, sum);
+      }
+    }
+    __syncthreads();
+    float sum = 0.0f;
+    if (lane < valid_rows)
+#pragma unroll
+      for (int w = 0; w < S::kWarps; ++w) sum += float_of(load_shared32(at + (w * kRows + lane) * 4));
+    factor = __frsqrt_rn(add_rn(__fdiv_rn(sum, static_cast<float>(depth)), g.norm.epsilon));
+  }
+  static __device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) v += __shfl_xor_sync(0xffffffffu, v, i);
+    return v;
+  }
+  // Gains of the 8 elements that this lane copies of each row of a unit.
+  struct Gains {
+    uint4 word[2];
+    __device__ __forceinline__ void load(const RowNorm& norm, int unit, int depth) {
+      const int k = unit * S::kUnit + threadIdx.x % (16 * kChunks) * 8;
+      const bool wide = norm.kind == Float::kF32, valid = !S::kMasked || k < depth;
+      const auto* p = static_cast<const uint8_t*>(norm.gain) + int64_t{valid ? k : 0} * (wide ? 4 : 2);
+      word[0] = load_global16(p), word[1] = load_global16(p + (wide ? 16 : 0));
+      if (!valid) word[0] = word[1] = make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void values(const RowNorm& norm, float (&v)[8]) const {
+      const uint32_t w[8] = {word[0].x, word[0].y, word[0].z, word[0].w, word[1].x, word[1].y, word[1].z, word[1].w};
+      const bool wide = norm.kind == Float::kF32;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = wide ? float_of(w[i]) : half_of<Bf16>(w[i / 2], i % 2);
+    }
+  };
+  // Normalizes the rows in the buffer, each lane what it has copied.
+  __device__ __forceinline__ void normalize(const RowNorm& norm, const Gains& gains, uint32_t buffer) const {
+    using T = std::conditional_t<left == Left::kF16, F16, Bf16>;
+    const int lane = threadIdx.x % 32, c = lane % (16 * kChunks), first = lane / (16 * kChunks);
+    float gain[8];
+    gains.values(norm, gain);
+#pragma unroll 2
+    for (int r = 0; r < valid_rows; r += kLoaded) {
+      const float f = __shfl_sync(0xffffffffu, factor, r + first);
+      if (r + first >= valid_rows) continue;
+      const uint32_t at = buffer_address(buffer, r + first, c);
+      const uint4 v = load_shared128(at);
+      const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+      uint32_t out[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = mul_rn(mul_rn(low_half<T>(word[i]), f), gain[2 * i]);
+        const float high = mul_rn(mul_rn(high_half<T>(word[i]), f), gain[2 * i + 1]);
+        out[i] = left == Left::kF16 ? f16_pair(low, high) : bf16_pair(low, high);
+      }
+      store_shared128(at, out);
     }
   }
   __device__ __forceinline__ void load_codes(int unit) {
@@ -445,8 +534,8 @@ __device__ __forceinline__ void store_sums(uint32_t dst, const float (&d)[kTiles
 // flight. `codes` and `codes + scales_offset`: this lane's addresses in the stage that is multiplied first.
 template <Left left, class S>
 __device__ __forceinline__ void sum_units(WarpSchedule<S>& schedule, RowLoader<left, S>& rows, ColumnRing<S>& columns,
-                                          int codes, int toggle_sum, int scales_offset, uint32_t buffer,
-                                          uint32_t sums) {
+                                          int codes, int toggle_sum, int scales_offset, uint32_t buffer, uint32_t sums,
+                                          const RowNorm& norm = {}) {
   constexpr bool kCopied = RowLoader<left, S>::kCopied;
   typename RowLoader<left, S>::Fragments b;
   int steps_since_load = S::kStages;  // of the rows of this unit
@@ -459,6 +548,11 @@ __device__ __forceinline__ void sum_units(WarpSchedule<S>& schedule, RowLoader<l
         wait_for_copies<S::kStages - 1>();
       else
         wait_for_copies<0>();
+      if (!S::kOneUnit && norm.gain) {
+        typename RowLoader<left, S>::Gains gains;
+        gains.load(norm, schedule.unit, rows.depth);
+        rows.normalize(norm, gains, buffer);
+      }
       __syncwarp();
     }
     rows.fragments(buffer, b);
@@ -492,47 +586,68 @@ struct EpilogueSlot {
   const Args& a;
   ResultRows result_rows;
   int row, col;
-  float alpha[2][2], bias[2];  // [column][row]
+  float a_amax[2], b_amax[2];
+  uint32_t bias_bits[2][2];
+  float alpha[2][2], bias[2][2];  // [column][row]
 
   __device__ __forceinline__ void locate(const CtaWork& work, int slot) {
     col = (work.first_group + slot / 32 / S::kRowTiles) * 16 + slot % 32 / 4;
     row = slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
   }
-  // Loads amaxes and biases; rows and columns past the end get those of the last one.
+  // Starts the loads of amaxes and biases; rows and columns past the end get those of the last one. What is loaded is
+  // not even copied here, which would wait for it.
   __device__ __forceinline__ void load() {
     const MatmulArgs& g = a.g;
     const int rows = result_rows.num_rows(a), cols = static_cast<int>(g.shape.cols);
-    float a_amax[2] = {}, b_amax[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int c = min(col + i * 8, cols - 1);
-      b_amax[i] = i && !a.amax_per_col ? b_amax[0] : amax_of(g.b, result_rows.matrix * cols + c);
-      bias[i] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
+      if (!i || a.amax_per_col) b_amax[i] = amax_of(g.b, result_rows.matrix * cols + c);
       if constexpr (left == Left::kNvfp4)
-        a_amax[i] =
-            i && !a.amax_per_row ? a_amax[0] : amax_of(g.a, result_rows.first_row(rows) + min(row + i, rows - 1));
+        if (!i || a.amax_per_row) a_amax[i] = amax_of(g.a, result_rows.first_row(rows) + min(row + i, rows - 1));
+      if (g.result.bias)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          if (!j || g.result.whole_bias) bias_bits[i][j] = load_bias(min(row + j, rows - 1), c);
     }
+  }
+  __device__ __forceinline__ uint32_t load_bias(int r, int c) const {
+    const MatmulResult& result = a.g.result;
+    const int64_t first_row = result_rows.first_row(result_rows.num_rows(a));
+    const int64_t i = result.whole_bias ? (first_row + r) * a.g.shape.cols + c : c;
+    const auto* p = static_cast<const uint16_t*>(result.bias);
+    return result.bias_kind == Float::kF32 ? *reinterpret_cast<const uint32_t*>(p + i * 2) : p[i];
+  }
+  __device__ __forceinline__ float bias_of(uint32_t bits) const {
+    const Float kind = a.g.result.bias_kind;
+    return kind == Float::kF32 ? float_of(bits) : kind == Float::kBf16 ? float_of(bits << 16) : F16::load(bits);
+  }
+  // Makes what the epilogue needs of what has been loaded.
+  __device__ __forceinline__ void convert() {
+    const MatmulArgs& g = a.g;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
+      for (int j = 0; j < 2; ++j) {
+        bias[i][j] = !g.result.bias ? 0.0f : j && !g.result.whole_bias ? bias[i][0] : bias_of(bias_bits[i][j]);
         alpha[i][j] = i && !a.amax_per_col   ? alpha[0][j]
                       : j && !a.amax_per_row ? alpha[i][0]
                       : left == Left::kNvfp4 ? alpha_w4a4(a_amax[j], b_amax[i], g.a.e4m3_max, g.b.e4m3_max)
                                              : alpha_w4a16(b_amax[i], g.b.e4m3_max);
+      }
   }
   // Save the operands in shared memory while the thread needs its registers for the mainloop, and restore them.
   __device__ __forceinline__ void save(uint32_t dst) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_shared(dst + i * S::kWarps * 128, alpha[i / 2][i % 2]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) store_shared(dst + (4 + i) * S::kWarps * 128, bias[i]);
+    for (int i = 0; i < 4; ++i) store_shared(dst + (4 + i) * S::kWarps * 128, bias[i / 2][i % 2]);
   }
   __device__ __forceinline__ void restore(uint32_t src) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) alpha[i / 2][i % 2] = float_of(load_shared32(src + i * S::kWarps * 128));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) bias[i] = float_of(load_shared32(src + (4 + i) * S::kWarps * 128));
+    for (int i = 0; i < 4; ++i) bias[i / 2][i % 2] = float_of(load_shared32(src + (4 + i) * S::kWarps * 128));
   }
   // Stores sums of decoded numbers. Undoing their power of two is exact, unless the result overflows as well.
   template <class T>
@@ -545,8 +660,8 @@ struct EpilogueSlot {
     for (int i = 0; i < 4; ++i) {
       if (col + i / 2 * 8 < cols && row + i % 2 < rows)
         out[i % 2 * cols + i / 2 * 8] =
-            T::store(gemm_epilogue(mul_rn(sums[i], static_cast<float>(1 << kPower)), alpha[i / 2][i % 2], bias[i / 2],
-                                   g.result.bias != nullptr));
+            T::store(gemm_epilogue(mul_rn(sums[i], static_cast<float>(1 << kPower)), alpha[i / 2][i % 2],
+                                   bias[i / 2][i % 2], g.result.bias != nullptr));
     }
   }
   __device__ __forceinline__ void store(const float (&sums)[4]) const {
@@ -574,15 +689,23 @@ struct SlotRange {
         step(S::kWarps * 32 << work.log2_ranks) {}
 };
 
-// Loads the operands of the thread's first slot, to be called while the first columns are in flight.
-template <Left left, class S, class Work>
-__device__ __forceinline__ void prefetch_epilogue(const Args& a, const Work& work, uint32_t epilogue_smem) {
+// Loads the operands of the thread's first slot, to be called while the first columns are in flight; `between` runs
+// while they are in flight themselves.
+template <Left left, class S, class Work, class Between>
+__device__ __forceinline__ void prefetch_epilogue(const Args& a, const Work& work, uint32_t epilogue_smem,
+                                                  const Between& between) {
   const SlotRange<S> range(work);
-  if (range.first >= range.end) return;
   EpilogueSlot<left, S, typename Work::ResultRows> slot{a, work.result_rows()};
   slot.locate(work, range.first);
-  slot.load();
+  if (range.first < range.end) slot.load();
+  between();
+  if (range.first >= range.end) return;
+  slot.convert();
   slot.save(epilogue_smem + threadIdx.x * 4);
+}
+template <Left left, class S, class Work>
+__device__ __forceinline__ void prefetch_epilogue(const Args& a, const Work& work, uint32_t epilogue_smem) {
+  prefetch_epilogue<left, S>(a, work, epilogue_smem, [] {});
 }
 
 // Adds the sums of the active warps in their order.
@@ -627,7 +750,7 @@ __device__ __forceinline__ void run_epilogue(const Args& a, const Work& work, ui
     if (slot_idx == range.first)
       slot.restore(epilogue_smem + threadIdx.x * 4);
     else
-      slot.load();
+      slot.load(), slot.convert();
     slot.store(s);
   }
   if (work.ranks > 1) {  // no CTA ends while another reads its sums
@@ -665,7 +788,8 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   const DenseWork work(a);
   WarpSchedule<S> schedule(work);
   const int pitch = S::work_bytes(left, work.max_groups);
-  const uint32_t epilogue_smem = shared_address(shared), rings = epilogue_smem + S::kEpilogueBytes;
+  const uint32_t squares = shared_address(shared), epilogue_smem = squares + S::kSquaresBytes;
+  const uint32_t rings = squares + S::kEpilogueBytes;
   const uint32_t ring = rings + warp * S::kRing, sums = rings + S::kWarps * S::kRing;
   const uint32_t warp_smem = sums + warp * pitch, warp_sums = warp_smem + lane * 16;
   const uint32_t buffer = warp_smem + (S::kOneUnit ? 0 : work.groups * S::kRowTiles * 512);
@@ -673,19 +797,33 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   // The first loads are in flight before anything else is computed.
   wait_for_previous_kernel();
   launch_dependents();  // the next kernel waits for the end of this one
-  RowLoader<left, S> rows(g, work.matrix * g.shape.rows, static_cast<int>(g.shape.rows));
-  if (!schedule.done()) rows.load(schedule.unit, buffer);
+  const int64_t row0 = work.matrix * g.shape.rows;
+  RowLoader<left, S> rows(g, row0, static_cast<int>(g.shape.rows));
+  const bool has_unit = !schedule.done();
+  if (has_unit) rows.load(schedule.unit, buffer);
   commit_copies();
   ColumnRing<S> columns(g, work, ring, schedule);
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
   schedule.pin(), columns.pin(schedule);
-  prefetch_epilogue<left, S>(a, work, epilogue_smem);
+  const bool normalizes = left != Left::kNvfp4 && g.norm.gain;
+  typename RowLoader<left, S>::Gains gains;  // of the first unit
+  if (normalizes) gains.load(g.norm, has_unit ? schedule.unit : 0, rows.depth);
+  prefetch_epilogue<left, S>(a, work, epilogue_smem, [&] {
+    if constexpr (left != Left::kNvfp4)
+      if (normalizes) {
+        rows.find_factors(g, row0, has_unit, work.ranks == 1, buffer, squares);
+        if (S::kOneUnit && has_unit) {
+          wait_for_copies<S::kStages - 1>();
+          rows.normalize(g.norm, gains, buffer);
+        }
+      }
+  });
 
   const int codes = pin_register(static_cast<int>(ring + lane * 16)), toggle_sum = pin_register(2 * codes + S::kStage);
   const int scales_offset = pin_register(S::kScales - lane * 16 + lane / 4 * (8 * S::kChunks) + lane % 4 * 2);
   const int active_warps = min(S::kWarps, work.first_unit(work.rank + 1) - work.first_unit(work.rank));
-  sum_units<left, S>(schedule, rows, columns, codes, toggle_sum, scales_offset, buffer, warp_sums);
+  sum_units<left, S>(schedule, rows, columns, codes, toggle_sum, scales_offset, buffer, warp_sums, g.norm);
   run_epilogue<left, S>(a, work, epilogue_smem, sums, pitch, active_warps);
 }
 
