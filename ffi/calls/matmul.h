@@ -21,13 +21,29 @@ inline GemmShape product_shape(Checks& check, const Matrices& a, int64_t depth, 
   return {a.batch, a.rows, b.rows, depth};
 }
 
+// The bias has one number for each column, or the shape of the result.
 inline MatmulResult product_result(Checks& check, const ffi::AnyBuffer& bias, const ffi::AnyBuffer& out, Dims lead,
                                    int64_t rows, int64_t cols) {
   check.type("bias", bias, kFloats);
-  if (present(bias)) check.dims("bias", bias, {{}, {cols}});
-  check.array("out", out, kFloats, {lead, {rows, cols}});
+  const Expected whole{lead, {rows, cols}};
+  const bool of_columns = Expected{{}, {cols}} == bias.dimensions();
+  if (present(bias))
+    check.that(of_columns || whole == bias.dimensions(), [&] {
+      return "bias must have shape " + Expected{{}, {cols}}.text() + " or " + whole.text() + ", got " +
+             text_of(bias.dimensions());
+    });
+  check.array("out", out, kFloats, whole);
   return {present(bias) ? bias.untyped_data() : nullptr, float_kind(bias.element_type()), out.untyped_data(),
-          float_kind(out.element_type())};
+          float_kind(out.element_type()), present(bias) && !of_columns};
+}
+
+inline RowNorm row_norm(Checks& check, const ffi::AnyBuffer& gain, float epsilon, bool quantized, int64_t depth) {
+  check.type("gain", gain, kFloats);
+  if (!present(gain)) return {};
+  check.dims("gain", gain, {{}, {depth}});
+  check.that(!quantized, [] { return "gain must have no elements with an a that is quantized"; });
+  check.that(epsilon > 0, [&] { return "epsilon must be more than 0, got " + std::to_string(epsilon); });
+  return {gain.untyped_data(), float_kind(gain.element_type()), epsilon};
 }
 
 // ---------------------------------------------------------------- nvfp4_matmul
@@ -40,6 +56,7 @@ inline auto matmul_binding() {
       .Arg<ffi::AnyBuffer>()  // b scale
       .Arg<ffi::AnyBuffer>()  // b amax
       .Arg<ffi::AnyBuffer>()  // bias, empty without
+      .Arg<ffi::AnyBuffer>()  // gain of the norm of a, empty without
       .Ret<ffi::AnyBuffer>()  // out
       .Ret<ffi::AnyBuffer>()  // scratch
       .Attr<std::string_view>("kernel")
@@ -47,7 +64,8 @@ inline auto matmul_binding() {
       .Attr<int32_t>("a_e4m3_max")
       .Attr<int32_t>("b_e4m3_max")
       .Attr<bool>("a_windows")
-      .Attr<bool>("b_windows");
+      .Attr<bool>("b_windows")
+      .Attr<float>("epsilon");  // of the norm
 }
 
 inline MatmulOperand tensor_operand(const Tensor& t, const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale,
@@ -64,9 +82,10 @@ inline MatmulOperand tensor_operand(const Tensor& t, const ffi::AnyBuffer& data,
 template <class Context, ffi::Error (*kRun)(Context, const MatmulArgs&, std::string_view kernel, void* scratch),
           Device (*kDevice)()>
 ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer a_amax, ffi::AnyBuffer b,
-                       ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer bias,
+                       ffi::AnyBuffer b_scale, ffi::AnyBuffer b_amax, ffi::AnyBuffer bias, ffi::AnyBuffer gain,
                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> scratch, std::string_view kernel,
-                       bool pinned, int32_t a_max, int32_t b_max, bool a_windows, bool b_windows, Context context) {
+                       bool pinned, int32_t a_max, int32_t b_max, bool a_windows, bool b_windows, float epsilon,
+                       Context context) {
   Checks check("matmul_nt");
   check.e4m3_max("a_e4m3_max", a_max);
   check.e4m3_max("b_e4m3_max", b_max);
@@ -89,12 +108,18 @@ ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer 
   }
   args.shape = product_shape(check, left, left.cols, right, right.cols);
   args.result = product_result(check, bias, *out, left.lead, left.rows, right.rows);
+  args.norm = row_norm(check, gain, epsilon, args.a.quantized(), right.cols);
   check.type("scratch", *scratch, {Type::U8});
   if (!check.ok()) return check.error();
   if (!present(*out)) return ffi::Error::Success();
   problem.shape = args.shape, problem.out = args.result.kind;
   const std::string error = kMatmulKernels.adapt(kernel, problem, kDevice(), count_of(*scratch), &kernel);
-  check.that(error.empty(), [&] { return error; });
+  if (!check.that(error.empty(), [&] { return error; })) return check.error();
+  const auto& row = *kMatmulKernels.find(kernel);
+  check.that(!args.result.whole_bias || row.takes_whole_bias(problem),
+             [&] { return std::string(kernel) + " takes no bias of the shape of the result for these operands"; });
+  check.that(!args.norm.gain || row.takes_norm(problem),
+             [&] { return std::string(kernel) + " takes no norm of these operands"; });
   return check.ok() ? kRun(context, args, kernel, scratch->untyped_data()) : check.error();
 }
 

@@ -89,7 +89,7 @@ struct MatmulResult {
 // Norm of the rows of a 16-bit left operand: cast(row * rsqrt(mean(row^2) + epsilon) * gain).
 struct RowNorm {
   const void* gain;  // K numbers; null without a norm
-  Float kind;        // kBf16 or kF32
+  Float kind;
   float epsilon;
 };
 

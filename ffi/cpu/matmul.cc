@@ -339,8 +339,10 @@ void finish(const MatmulArgs& g, const Task& task, int64_t row, int rows, const 
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t n = 0; n < task.count; ++n) {
       const float alpha = g.windows() ? 1.0f : alpha_of(g, row + r, task.right + n);
-      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, task.col + n) : 0.0f;
-      store(g, (row + r) * g.shape.cols + task.col + n, gemm_epilogue(y[r][n], alpha, bias, g.result.bias != nullptr));
+      const int64_t at = (row + r) * g.shape.cols + task.col + n;
+      const float bias =
+          g.result.bias ? load_float(g.result.bias, g.result.bias_kind, g.result.whole_bias ? at : task.col + n) : 0.0f;
+      store(g, at, gemm_epilogue(y[r][n], alpha, bias, g.result.bias != nullptr));
     }
 }
 

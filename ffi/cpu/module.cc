@@ -38,16 +38,19 @@ MatmulProblem::Left left_named(std::string_view a) {
   return a == "nvfp4" ? Left::kNvfp4 : float_named(a) == Float::kBf16 ? Left::kBf16 : Left::kF16;
 }
 
-using Answer = std::tuple<std::string, int64_t, std::string>;  // kernel, bytes of scratch, reason why there is none
+// Kernel, bytes of scratch, reason why there is none, whether it takes a bias of the shape of the result and a norm.
+using Answer = std::tuple<std::string, int64_t, std::string, bool, bool>;
 
 // `wanted` names a kernel, or is empty for the best.
 template <class Problem>
 Answer answer(const KernelTable<Problem>& kernels, const Problem& problem, const Device& device,
               std::string_view wanted) {
   const KernelRow<Problem>* row = wanted.empty() ? kernels.plan(problem, device) : kernels.find(wanted);
-  if (row) return {std::string(row->name), row->scratch_bytes(problem), row->why_not(problem, device)};
-  if (wanted.empty()) return {"", 0, "no kernel multiplies these operands there"};
-  return {"", 0, "no kernel has the name " + std::string(wanted)};
+  if (row)
+    return {std::string(row->name), row->scratch_bytes(problem), row->why_not(problem, device),
+            row->takes_whole_bias(problem), row->takes_norm(problem)};
+  if (wanted.empty()) return {"", 0, "no kernel multiplies these operands there", false, false};
+  return {"", 0, "no kernel has the name " + std::string(wanted), false, false};
 }
 
 Answer plan(int64_t batch, int64_t rows, int64_t cols, int64_t depth, std::string_view a, bool windows,

@@ -94,6 +94,11 @@ std::string needs_cublaslt(const Device& device) {
          device_text(device.capability) + ", got " + version_text(device.cublaslt_version);
 }
 
+// What the kernels for few rows do beside the product.
+bool whole_units(const MatmulProblem& p) { return p.shape.depth % kSmallUnit == 0; }
+bool few_whole_units(const MatmulProblem& p) { return whole_units(p) && p.shape.rows <= kNormRows; }
+bool always(const MatmulProblem&) { return true; }
+
 int64_t of_fused(const MatmulProblem& p) {
   const FusedPlan plan = plan_fused(p.shape, p.a == Left::kNvfp4);
   return fused_scratch(fused_shape(p.shape, plan), plan).bytes;
@@ -128,8 +133,11 @@ int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.
 //   (before both scales were in float16).
 constexpr KernelRow<MatmulProblem> kRows[] = {
     // Few rows: b is decoded inside a GEMM for Hopper, and so is a if it is an NVFP4 tensor.
-    {"sm90_nvfp4_small_m", kSm90a, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>},
-    {"sm90_dense_small_m", kSm90a, all<needs_dense, needs_free_order, needs_depth, needs_few_rows>},
+    {"sm90_nvfp4_small_m", kSm90a, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>, {.whole_bias = whole_units}},
+    {"sm90_dense_small_m",
+     kSm90a,
+     all<needs_dense, needs_free_order, needs_depth, needs_few_rows>,
+     {.whole_bias = whole_units, .norm = few_whole_units}},
     // The right operand is decoded in registers of the GEMM; a left one that is an NVFP4 tensor, to scratch.
     {"sm90_nvfp4_fused", kSm90a, all<needs_nvfp4, needs_free_order, needs_depth, needs_narrow>, {.scratch = of_fused}},
     {"sm90_dense_fused", kSm90a, all<needs_dense, needs_free_order, needs_depth, needs_narrow>, {.scratch = of_fused}},
@@ -153,12 +161,12 @@ constexpr KernelRow<MatmulProblem> kRows[] = {
      all<needs_nvfp4, needs_pinned_tiles, needs_depth, needs_narrow>,
      {.scratch = of_pinned}},
     // Decode both operands, XLA's 16-bit GEMM, epilogue.
-    {"decode_then_dot", kAnyGpuFrom80, needs_free_order, {.of_xla = true}},
+    {"decode_then_dot", kAnyGpuFrom80, needs_free_order, {.of_xla = true, .whole_bias = always}},
     // The pinned order, any number of rows and any GPU: tensor cores; a 16-bit left operand; and both on the CPU.
     {"sm80_nvfp4_blocks", kAnyGpuFrom80, needs_nvfp4, {.scratch = of_blocks}},
     {"sm80_dense_elements", kAnyGpuFrom80, needs_dense},
-    {"cpu_nvfp4_blocks", kCpuAlone, needs_nvfp4},
-    {"cpu_dense_elements", kCpuAlone, needs_dense},
+    {"cpu_nvfp4_blocks", kCpuAlone, needs_nvfp4, {.whole_bias = always}},
+    {"cpu_dense_elements", kCpuAlone, needs_dense, {.whole_bias = always}},
 };
 
 }  // namespace

@@ -58,6 +58,8 @@ struct KernelRow {
     int64_t (*scratch)(const Problem&) = nullptr;   // bytes of scratch memory; null: none
     std::string (*lacks)(const Device&) = nullptr;  // a library, which the text names; empty if nothing
     bool of_xla = false;                            // XLA operations, not the handler
+    bool (*whole_bias)(const Problem&) = nullptr;   // adds a bias of the shape of the result; null: never
+    bool (*norm)(const Problem&) = nullptr;         // normalizes the rows of a; null: never
   };
 
   std::string_view name;
@@ -65,6 +67,8 @@ struct KernelRow {
   const char* (*cannot)(const Problem&);  // a reason, or null
   Options options = {};
 
+  bool takes_whole_bias(const Problem& p) const { return options.whole_bias && options.whole_bias(p); }
+  bool takes_norm(const Problem& p) const { return options.norm && options.norm(p); }
   int64_t scratch_bytes(const Problem& problem) const { return options.scratch ? options.scratch(problem) : 0; }
 
   // Why it cannot solve a problem on a device; empty if it can.

@@ -92,6 +92,8 @@ class MatmulPlan(NamedTuple):
     kernel: str  # one of ``matmul_kernels()``, or of ``grouped_kernels()``
     scratch_bytes: int  # the memory that it needs beside its result
     reason: str  # why it cannot; empty if it can
+    whole_bias: bool = False  # whether it adds a bias of the shape of the result
+    norm: bool = False  # whether it normalizes the rows of a
 
 
 def plan_matmul(

@@ -34,7 +34,8 @@ __device__ __forceinline__ void finish_row(const EpilogueArgs& e, int64_t row, i
 #pragma unroll
   for (int i = 0; i < kVector; ++i) {
     if (i && each) alpha = alpha_of(e, a_amax, b_amax[i]);
-    const float bias = e.result.bias ? load_float(e.result.bias, e.result.bias_kind, col + i) : 0.0f;
+    const int64_t at = (e.result.whole_bias ? row * cols : 0) + col + i;
+    const float bias = e.result.bias ? load_float(e.result.bias, e.result.bias_kind, at) : 0.0f;
     out[i] = T::store(gemm_epilogue(y[i], alpha, bias, e.result.bias != nullptr));
   }
   auto* p = static_cast<Stored*>(e.result.out) + row * cols + col;

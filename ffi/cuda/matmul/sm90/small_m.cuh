@@ -146,9 +146,17 @@ enum class Depth {
   kOneUnit  // K is too, and no warp has more than one unit
 };
 
+// What a kernel does beside the product. Each is an instance of its own, so that the others have no instruction for it.
+enum class Extra {
+  kNone,
+  kResidual,  // adds a bias of the shape of the result
+  kNorm       // multiplies the norm of a, and adds such a bias if there is one
+};
+
 // kRowTiles: tiles of 8 rows of a. kChunks: chunks of 128 k in a unit. 16 warps have 128 registers each, 12 have 168.
-template <int kRowTiles_, int kChunks_, int kStages_, Depth kDepth, int kWarps_ = 16>
+template <int kRowTiles_, int kChunks_, int kStages_, Depth kDepth, int kWarps_ = 16, Extra kExtra = Extra::kNone>
 struct Tiling {
+  static constexpr bool kResidual = kExtra != Extra::kNone, kNorm = kExtra == Extra::kNorm;
   static constexpr int kRowTiles = kRowTiles_, kChunks = kChunks_, kStages = kStages_, kWarps = kWarps_;
   static_assert(kStages == 2);  // x = toggle_sum - x goes to the other stage
   static constexpr bool kMasked = kDepth == Depth::kAny, kOneUnit = kDepth == Depth::kOneUnit;
@@ -166,8 +174,8 @@ struct Tiling {
     return kOneUnit ? (sums > rows ? sums : rows) : sums + rows;
   }
   // Bytes in front of all that, where threads save operands of the epilogue, after sums of squares of each warp.
-  static constexpr int kSquaresBytes = kWarps * kRowTiles * 8 * 4;
-  static constexpr int kEpilogueBytes = kSquaresBytes + kWarps * 32 * 8 * 4;
+  static constexpr int kSquaresBytes = kNorm ? kWarps * kRowTiles * 8 * 4 : 0;
+  static constexpr int kEpilogueBytes = kSquaresBytes + kWarps * 32 * (kResidual ? 8 : 6) * 4;
   static constexpr int bytes(Left left, int groups) {
     return kEpilogueBytes + kWarps * (kRing + work_bytes(left, groups));
   }
@@ -328,7 +336,10 @@ struct RowLoader {
       const uint32_t w[8] = {word[0].x, word[0].y, word[0].z, word[0].w, word[1].x, word[1].y, word[1].z, word[1].w};
       const bool wide = norm.kind == Float::kF32;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = wide ? float_of(w[i]) : half_of<Bf16>(w[i / 2], i % 2);
+      for (int i = 0; i < 8; ++i)
+        v[i] = wide                        ? float_of(w[i])
+               : norm.kind == Float::kBf16 ? half_of<Bf16>(w[i / 2], i % 2)
+                                           : half_of<F16>(w[i / 2], i % 2);
     }
   };
   // Normalizes the rows in the buffer, each lane what it has copied.
@@ -548,7 +559,7 @@ __device__ __forceinline__ void sum_units(WarpSchedule<S>& schedule, RowLoader<l
         wait_for_copies<S::kStages - 1>();
       else
         wait_for_copies<0>();
-      if (!S::kOneUnit && norm.gain) {
+      if constexpr (S::kNorm && !S::kOneUnit) {
         typename RowLoader<left, S>::Gains gains;
         gains.load(norm, schedule.unit, rows.depth);
         rows.normalize(norm, gains, buffer);
@@ -586,31 +597,35 @@ struct EpilogueSlot {
   const Args& a;
   ResultRows result_rows;
   int row, col;
+  static constexpr int kBiasRows = S::kResidual ? 2 : 1;
   float a_amax[2], b_amax[2];
-  uint32_t bias_bits[2][2];
-  float alpha[2][2], bias[2][2];  // [column][row]
+  uint32_t bias_bits[2][kBiasRows];
+  float alpha[2][2], bias[2][kBiasRows];  // [column][row]
 
   __device__ __forceinline__ void locate(const CtaWork& work, int slot) {
     col = (work.first_group + slot / 32 / S::kRowTiles) * 16 + slot % 32 / 4;
     row = slot / 32 % S::kRowTiles * 8 + slot % 4 * 2;
   }
-  // Starts the loads of amaxes and biases; rows and columns past the end get those of the last one. What is loaded is
-  // not even copied here, which would wait for it.
+  // Loads amaxes and biases; rows and columns past the end get those of the last one. With a residual there are more
+  // loads, and none is waited for: what is loaded is neither converted nor copied here.
   __device__ __forceinline__ void load() {
     const MatmulArgs& g = a.g;
     const int rows = result_rows.num_rows(a), cols = static_cast<int>(g.shape.cols);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int c = min(col + i * 8, cols - 1);
-      if (!i || a.amax_per_col) b_amax[i] = amax_of(g.b, result_rows.matrix * cols + c);
-      if constexpr (left == Left::kNvfp4)
-        if (!i || a.amax_per_row) a_amax[i] = amax_of(g.a, result_rows.first_row(rows) + min(row + i, rows - 1));
-      if (g.result.bias)
+      b_amax[i] = i && !a.amax_per_col ? again(b_amax[0]) : amax_of(g.b, result_rows.matrix * cols + c);
+      if constexpr (!S::kResidual)
+        bias[i][0] = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, c) : 0.0f;
+      else if (g.result.bias)
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-          if (!j || g.result.whole_bias) bias_bits[i][j] = load_bias(min(row + j, rows - 1), c);
+        for (int j = 0; j < 2; ++j) bias_bits[i][j] = load_bias(min(row + j, rows - 1), c);
+      if constexpr (left == Left::kNvfp4)
+        a_amax[i] = i && !a.amax_per_row ? again(a_amax[0])
+                                         : amax_of(g.a, result_rows.first_row(rows) + min(row + i, rows - 1));
     }
   }
+  static __device__ __forceinline__ float again(float amax) { return S::kResidual ? 0.0f : amax; }
   __device__ __forceinline__ uint32_t load_bias(int r, int c) const {
     const MatmulResult& result = a.g.result;
     const int64_t first_row = result_rows.first_row(result_rows.num_rows(a));
@@ -629,7 +644,7 @@ struct EpilogueSlot {
     for (int i = 0; i < 2; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        bias[i][j] = !g.result.bias ? 0.0f : j && !g.result.whole_bias ? bias[i][0] : bias_of(bias_bits[i][j]);
+        if constexpr (S::kResidual) bias[i][j] = g.result.bias ? bias_of(bias_bits[i][j]) : 0.0f;
         alpha[i][j] = i && !a.amax_per_col   ? alpha[0][j]
                       : j && !a.amax_per_row ? alpha[i][0]
                       : left == Left::kNvfp4 ? alpha_w4a4(a_amax[j], b_amax[i], g.a.e4m3_max, g.b.e4m3_max)
@@ -641,13 +656,15 @@ struct EpilogueSlot {
 #pragma unroll
     for (int i = 0; i < 4; ++i) store_shared(dst + i * S::kWarps * 128, alpha[i / 2][i % 2]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_shared(dst + (4 + i) * S::kWarps * 128, bias[i / 2][i % 2]);
+    for (int i = 0; i < 2 * kBiasRows; ++i)
+      store_shared(dst + (4 + i) * S::kWarps * 128, bias[i / kBiasRows][i % kBiasRows]);
   }
   __device__ __forceinline__ void restore(uint32_t src) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) alpha[i / 2][i % 2] = float_of(load_shared32(src + i * S::kWarps * 128));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bias[i / 2][i % 2] = float_of(load_shared32(src + (4 + i) * S::kWarps * 128));
+    for (int i = 0; i < 2 * kBiasRows; ++i)
+      bias[i / kBiasRows][i % kBiasRows] = float_of(load_shared32(src + (4 + i) * S::kWarps * 128));
   }
   // Stores sums of decoded numbers. Undoing their power of two is exact, unless the result overflows as well.
   template <class T>
@@ -661,7 +678,7 @@ struct EpilogueSlot {
       if (col + i / 2 * 8 < cols && row + i % 2 < rows)
         out[i % 2 * cols + i / 2 * 8] =
             T::store(gemm_epilogue(mul_rn(sums[i], static_cast<float>(1 << kPower)), alpha[i / 2][i % 2],
-                                   bias[i / 2][i % 2], g.result.bias != nullptr));
+                                   bias[i / 2][i % kBiasRows], g.result.bias != nullptr));
     }
   }
   __device__ __forceinline__ void store(const float (&sums)[4]) const {
@@ -806,19 +823,19 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
 #pragma unroll
   for (int i = 0; i < S::kStages - 1; ++i) columns.issue();
   schedule.pin(), columns.pin(schedule);
-  const bool normalizes = left != Left::kNvfp4 && g.norm.gain;
-  typename RowLoader<left, S>::Gains gains;  // of the first unit
-  if (normalizes) gains.load(g.norm, has_unit ? schedule.unit : 0, rows.depth);
-  prefetch_epilogue<left, S>(a, work, epilogue_smem, [&] {
-    if constexpr (left != Left::kNvfp4)
-      if (normalizes) {
-        rows.find_factors(g, row0, has_unit, work.ranks == 1, buffer, squares);
-        if (S::kOneUnit && has_unit) {
-          wait_for_copies<S::kStages - 1>();
-          rows.normalize(g.norm, gains, buffer);
-        }
+  if constexpr (S::kNorm) {
+    typename RowLoader<left, S>::Gains gains;  // of the first unit
+    gains.load(g.norm, has_unit ? schedule.unit : 0, rows.depth);
+    prefetch_epilogue<left, S>(a, work, epilogue_smem, [&] {
+      rows.find_factors(g, row0, has_unit, work.ranks == 1, buffer, squares);
+      if (S::kOneUnit && has_unit) {
+        wait_for_copies<S::kStages - 1>();
+        rows.normalize(g.norm, gains, buffer);
       }
-  });
+    });
+  } else {
+    prefetch_epilogue<left, S>(a, work, epilogue_smem);
+  }
 
   const int codes = pin_register(static_cast<int>(ring + lane * 16)), toggle_sum = pin_register(2 * codes + S::kStage);
   const int scales_offset = pin_register(S::kScales - lane * 16 + lane / 4 * (8 * S::kChunks) + lane % 4 * 2);
@@ -888,13 +905,28 @@ cudaError_t launch_best(const MatmulArgs& g, cudaStream_t stream) {
   return one(best.log2_ranks) ? launch_shape<left, One>(g, best, stream) : launch_shape<left, Any>(g, best, stream);
 }
 
+template <Left left, Extra kExtra>
+cudaError_t launch_units(const MatmulArgs& g, cudaStream_t stream) {
+  if (g.shape.rows <= 8)
+    return launch_best<left, Tiling<1, 2, 2, Depth::kOneUnit, 16, kExtra>, Tiling<1, 2, 2, Depth::kUnits, 16, kExtra>>(
+        g, stream);
+  if constexpr (kExtra == Extra::kNorm)
+    return cudaErrorInvalidValue;  // the plan does not ask for it
+  else
+    return launch_best<left, Tiling<2, 2, 2, Depth::kOneUnit, 16, kExtra>, Tiling<2, 2, 2, Depth::kUnits, 12, kExtra>>(
+        g, stream);
+}
+
 template <Left left>
 cudaError_t launch(const MatmulArgs& g, cudaStream_t stream) {
   using Masked = Tiling<2, 1, 2, Depth::kAny>;
-  if (g.shape.depth % 256) return launch_best<left, Masked, Masked>(g, stream);
-  if (g.shape.rows <= 8)
-    return launch_best<left, Tiling<1, 2, 2, Depth::kOneUnit>, Tiling<1, 2, 2, Depth::kUnits>>(g, stream);
-  return launch_best<left, Tiling<2, 2, 2, Depth::kOneUnit>, Tiling<2, 2, 2, Depth::kUnits, 12>>(g, stream);
+  const bool whole_units = g.shape.depth % kSmallUnit == 0;
+  if (!whole_units && (g.norm.gain || g.result.whole_bias)) return cudaErrorInvalidValue;
+  if (!whole_units) return launch_best<left, Masked, Masked>(g, stream);
+  if constexpr (left != Left::kNvfp4)
+    if (g.norm.gain) return launch_units<left, Extra::kNorm>(g, stream);
+  if (g.result.whole_bias) return launch_units<left, Extra::kResidual>(g, stream);
+  return launch_units<left, Extra::kNone>(g, stream);
 }
 
 }  // namespace jnvfp4::small_m
