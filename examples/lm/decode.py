@@ -8,7 +8,7 @@ The weights of layers are a list here (``unstack``), each layer with arrays of i
 copy the weights of a layer before a kernel could read them, and reading weights is what takes the time here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import jnvfp4
 from jnvfp4 import ROW_SCALED, NVFP4Tensor
 from jnvfp4.attention import KVCache, append_kv, decode_attention
 from lm.config import Config
-from lm.model import Linear, Tree, converted_linear, cross_entropy, embed, mlp, rms_norm, rotate, unembed
+from lm.model import Linear, Tree, activate, converted_linear, cross_entropy, embed, rms_norm, rotate, unembed
 
 # Linear layers
 
@@ -42,11 +42,23 @@ def calibrated_linear(x: Array, w: Calibrated, key: Array, name: str) -> Array:
     return jnvfp4.matmul_nt(jnvfp4.quantize(x, amax=w.amax), w.weight, out_dtype=x.dtype)
 
 
-def on_rows(linear: Linear) -> Linear:
-    """Returns the layer for x [batch, tokens, K], which multiplies all tokens of the batch by one GEMM."""
+def on_rows(linear: Linear) -> Callable[..., Array]:
+    """Returns the layer for x [batch, tokens, K], which multiplies all tokens of the batch by one GEMM.
 
-    def joined(x: Array, w: Any, key: Array, name: str) -> Array:
-        return linear(x.reshape(-1, x.shape[-1]), w, key, name).reshape(*x.shape[:-1], -1)
+    It multiplies the norm of x where it is given (gain, epsilon), and adds a residual. The GEMM of an x that is not
+    quantized does both itself.
+    """
+
+    def joined(
+        x: Array, w: Any, key: Array, name: str, norm: tuple[Array, float] | None = None, residual: Array | None = None
+    ) -> Array:
+        rows, added = (None if v is None else v.reshape(-1, v.shape[-1]) for v in (x, residual))
+        if linear is converted_linear and is_quantized(w):
+            y = jnvfp4.matmul_nt(rows, w, norm=norm, bias=added, out_dtype=x.dtype)
+        else:
+            y = linear(rows if norm is None else rms_norm(rows, *norm), w, key, name)
+            y = y if added is None else added + y
+        return y.reshape(*x.shape[:-1], -1)
 
     return joined
 
@@ -138,16 +150,19 @@ def block(
     x: Array, layer: Tree, cache: KVCache, positions: Array, config: Config, linear: Linear
 ) -> tuple[Array, KVCache]:
     """Runs a layer on x [batch, tokens, width] and appends their keys and values to its cache."""
-    linear = on_rows(linear)
-    unused = jax.random.split(jax.random.key(0), 4)  # nothing rounds stochastically
-    normed = rms_norm(x, layer["attention_norm"], config.norm_epsilon)
-    qkv = linear(normed, layer["qkv"], unused[0], "qkv").reshape(*x.shape[:2], -1, config.head_dim)
+    multiply, unused = on_rows(linear), jax.random.key(0)  # nothing rounds stochastically
+
+    def product(name: str, x: Array, norm: str | None = None, residual: Array | None = None) -> Array:
+        of_x = None if norm is None else (layer[norm], config.norm_epsilon)
+        return multiply(x, layer[name], unused, name, of_x, residual)
+
+    qkv = product("qkv", x, norm="attention_norm").reshape(*x.shape[:2], -1, config.head_dim)
     q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
     q, k = (rotate(part, config, positions) for part in (q, k))
     mixed, cache = attend(q, k, v, cache, positions)
-    x = x + linear(mixed, layer["attention_out"], unused[1], "attention_out")
-    normed = rms_norm(x, layer["mlp_norm"], config.norm_epsilon)
-    return x + mlp(normed, layer, config, linear, unused[2:]), cache
+    x = product("attention_out", mixed, residual=x)
+    hidden = activate(product("mlp_up", x, norm="mlp_norm"), config)
+    return product("mlp_down", hidden, residual=x), cache
 
 
 # Model

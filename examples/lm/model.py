@@ -231,13 +231,15 @@ def attention(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array
     return linear(mixed.reshape(*x.shape[:2], -1), layer["attention_out"], keys[1], "attention_out")
 
 
-def mlp(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> Array:
-    up = linear(x, layer["mlp_up"], keys[0], "mlp_up")
+def activate(up: Array, config: Config) -> Array:
     if config.architecture == "llama":
         gate, values = jnp.split(up, 2, axis=-1)
-        hidden = jax.nn.silu(gate) * values
-    else:
-        hidden = jax.nn.gelu(up)
+        return jax.nn.silu(gate) * values
+    return jax.nn.gelu(up)
+
+
+def mlp(x: Array, layer: Tree, config: Config, linear: Linear, keys: Array) -> Array:
+    hidden = activate(linear(x, layer["mlp_up"], keys[0], "mlp_up"), config)
     return linear(hidden, layer["mlp_down"], keys[1], "mlp_down")
 
 
@@ -313,10 +315,10 @@ def logits(
 
 def unembed(x: Array, params: Tree, config: Config) -> Array:
     """Computes logits, float32 [..., vocabulary], from the residual stream [..., width]."""
-    x, head = rms_norm(x, params["norm"], config.norm_epsilon), params["head"]
+    norm, head = (params["norm"], config.norm_epsilon), params["head"]
     if isinstance(head, NVFP4Tensor):
-        return jnvfp4.matmul_nt(x, head, out_dtype=jnp.float32)
-    return (x @ head.astype(x.dtype).T).astype(jnp.float32)
+        return jnvfp4.matmul_nt(x, head, norm=norm, out_dtype=jnp.float32)
+    return (rms_norm(x, *norm) @ head.astype(x.dtype).T).astype(jnp.float32)
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:

@@ -124,6 +124,19 @@ class Checks:
             )
         return value
 
+    def norm(self, norm: object) -> tuple[jax.Array, float]:
+        """Converts the pair (gain, epsilon) of a norm."""
+        if not (isinstance(norm, tuple) and len(norm) == 2):
+            raise ValueError(f"{self.op}: norm must be None or a pair (gain, epsilon), got {describe(norm)}")
+        gain, epsilon = norm
+        known = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+        if not (known and np.finfo(np.float32).tiny <= epsilon <= np.finfo(np.float32).max):
+            raise ValueError(
+                f"{self.op}: the epsilon of norm must be a Python number that float32 holds, above 0, got "
+                f"{describe(epsilon)}"
+            )
+        return self.array("the gain of norm", gain), float(epsilon)
+
     def amax_pair(self, amax: object) -> AmaxPair:
         """Converts None or the pair (amax of the rows, amax of the columns), either of which may be None."""
         if amax is None:

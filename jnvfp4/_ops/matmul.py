@@ -25,6 +25,7 @@ def matmul_nt(
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
     bias: ArrayLike | None = None,
+    norm: tuple[ArrayLike, float] | None = None,
     accumulation: Accumulation = "fast",
     implementation: str | None = None,
 ) -> jax.Array:
@@ -34,10 +35,14 @@ def matmul_nt(
       a: an NVFP4Tensor, or a bfloat16 or float16 array. An array cannot be multiplied by a b of amax scope "window64".
       b: an NVFP4Tensor. Without leading axes it is the right operand of every matrix of ``a``.
       out_dtype: float32, bfloat16 or float16.
-      bias: [N], any float dtype, added in float32 before the cast.
+      bias: [N] or of the shape of the result, as a residual is; any float dtype. It is added in float32 before the cast.
+      norm: (gain, epsilon) multiplies the RMS norm of the rows of an ``a`` that is not quantized, instead of ``a``:
+        a * rsqrt(mean(a^2) + epsilon) * gain in float32, then rounded to the dtype of ``a``. (LlamaRMSNorm of
+        transformers rounds before it multiplies by the gain.) The gain is [K], any float dtype, and epsilon a Python
+        number. In shard_map the mean is over the K of the device.
       accumulation: the order of the sums along K. "fast" is the order that is fastest on the device. "pinned" is the
         order of docs/numerics.md, with the bits of the CPU and the reference. If K is split over devices, it holds
-        within the part of each device.
+        within the part of each device. It says nothing of the sum of squares of a norm, whose order is never defined.
       implementation: as in ``quantize``, or the name of a kernel (``jnvfp4.supports("matmul_nt", a, b).kernel``). If
         that kernel cannot run these operands, compilation raises.
 
@@ -57,8 +62,14 @@ def matmul_nt(
     operands = [*(parts_of(a) if isinstance(a, NVFP4Tensor) else [check.array("a", a)]), *parts_of(b)]
     if bias is not None:
         operands.append(check.array("bias", bias))
-    a_format = a.format if isinstance(a, NVFP4Tensor) else None
-    params = MatmulParams(a_format, b.format, check.float_dtype("out_dtype", out_dtype), accumulation)
+    a_format, epsilon = a.format if isinstance(a, NVFP4Tensor) else None, None
+    if norm is not None:
+        if a_format is not None:
+            raise ValueError("matmul_nt: norm must be None where a is quantized; normalize a before jnvfp4.quantize")
+        gain, epsilon = check.norm(norm)
+        operands.append(gain)
+    out = check.float_dtype("out_dtype", out_dtype)
+    params = MatmulParams(a_format, b.format, out, accumulation, epsilon=epsilon)
     return bind(matmul_p, *operands, params=params, implementation=implementation)[0]
 
 

@@ -5,7 +5,8 @@ ffi/plan/matmul.h decides. It is asked with what the lowering knows of the devic
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.core import ShapedArray
 from jax.typing import DTypeLike
 
 from .. import reference
+from .._core import softfloat
 from .._native import plans
 from ..spec import Format
 from ._base import Backend
@@ -27,11 +29,18 @@ class MatmulParams(ProductParams):
     """Holds the static parameters of ``nvfp4_matmul``."""
 
     k_axes: int = 1  # how many axes, the last ones of a and b, are contracted as one
+    epsilon: float | None = None  # of the norm of a, whose gain is the last operand; None without a norm
+
+    def bias_and_gain(self, rest: tuple) -> tuple[tuple, tuple]:
+        """Divides the operands besides a and b into those of the bias and of the gain: one each, or none."""
+        count = len(rest) - (self.epsilon is not None)
+        return rest[:count], rest[count:]
 
     def product(self, flat: Sequence[Any]) -> "Product":
         """Returns the operands by role, with one axis K."""
-        a, b, bias = self.split(flat)
-        return Product(self._merged(a, self.a), self._merged(b, self.b), bias[0] if bias else None, self)
+        a, b, rest = self.split(flat)
+        bias, gain = ((*one, None)[0] for one in self.bias_and_gain(rest))
+        return Product(self._merged(a, self.a), self._merged(b, self.b), bias, gain, self)
 
     def _merged(self, parts: tuple, fmt: Format | None) -> tuple:
         """Merges the axes that are contracted: those of data and scale, and of an amax for each window."""
@@ -52,7 +61,8 @@ class Product(NamedTuple):
 
     a: tuple  # data, scale and amax, or one 16-bit array
     b: tuple  # data, scale and amax
-    bias: Any  # None without
+    bias: Any  # [N], or of the shape of the result; None without
+    gain: Any  # of the norm of a; None without
     params: MatmulParams
 
     @property
@@ -92,11 +102,11 @@ def plan(product: Product, capability: int | None, kernel: str | None) -> plans.
     )
 
 
-REFERENCE = plans.MatmulPlan("reference", 0, "")
+REFERENCE = plans.MatmulPlan("reference", 0, "", whole_bias=True)
 
 
 def multiply(product: Product, backend: Backend) -> jax.Array:
-    """Computes a b^T on one device.
+    """Computes a b^T on one device, with a norm of a and a bias by XLA where the kernel takes none.
 
     Raises:
       NotImplementedError: the kernel that ``implementation`` names cannot; the message says why.
@@ -104,6 +114,12 @@ def multiply(product: Product, backend: Backend) -> jax.Array:
     params, chosen = product.params, choose(product, backend)
     if chosen.reason:
         raise NotImplementedError(f"matmul_nt: implementation={backend.kernel!r} cannot run here: {chosen.reason}")
+    if product.gain is not None and not chosen.norm:
+        a = rms_norm(product.a[0], product.gain, params.epsilon)
+        return multiply(product._replace(a=(a,), gain=None, params=replace(params, epsilon=None)), backend)
+    if product.bias is not None and product.bias.ndim > 1 and not chosen.whole_bias:
+        sums = product._replace(bias=None, params=replace(params, out_dtype=np.dtype(np.float32)))
+        return finish(multiply(sums, backend), product.bias, out_dtype=params.out_dtype)
     if chosen.kernel == "reference":
         a = product.a if params.a else product.a[0]
         return reference.matmul(a, product.b, product.bias, params.a, params.b, params.out_dtype)
@@ -128,9 +144,36 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
     return decode
 
 
+@partial(jax.jit, static_argnames=("epsilon", "split_over"), inline=True)  # an eager call transfers no constants
+def rms_norm(a: jax.Array, gain: jax.Array, epsilon: float, split_over: tuple[str, ...] = ()) -> jax.Array:
+    """Computes cast(a * rsqrt(mean(a^2) + epsilon) * gain) of rows, which mesh axes may split, in float32.
+
+    The cast is on bit patterns: XLA would delete it where the product begins with its inverse.
+    """
+    x = a.astype(jnp.float32)
+    mean = jnp.mean(x * x, axis=-1, keepdims=True)
+    mean = lax.pmean(mean, split_over) if split_over else mean
+    y = x * lax.rsqrt(mean + np.float32(epsilon)) * gain.astype(jnp.float32)
+    return softfloat.from_bits(softfloat.to_bits(y), a.dtype)
+
+
+@partial(jax.jit, static_argnames="out_dtype", inline=True)
+def finish(y: jax.Array, *bias: jax.Array, out_dtype: DTypeLike) -> jax.Array:
+    """Takes the kernel's last two steps, + bias and the cast.
+
+    On bit patterns: XLA would delete a cast and its inverse, and its float addition flushes subnormal numbers and
+    takes 0 + -0 for -0.
+    """
+    bits = softfloat.to_bits(y)
+    for b in bias:
+        bits = softfloat.add(bits, jnp.broadcast_to(softfloat.to_bits(b), bits.shape))
+    return softfloat.from_bits(bits, out_dtype)
+
+
 def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
-    params, rest = product.params, (*product.b, _bias(product))
+    params, rest = product.params, (*product.b, _or_absent(product.bias), _or_absent(product.gain))
     attrs = {
+        "epsilon": np.float32(params.epsilon or 0),
         "pinned": params.pinned,
         "a_windows": params.a is not None and params.a.amax_scope == "window64",
         "b_windows": params.b.amax_scope == "window64",
@@ -154,8 +197,8 @@ def call_kernel(
     )[0]
 
 
-def _bias(product: Product) -> jax.Array:
-    return jnp.zeros((0,), jnp.float32) if product.bias is None else product.bias
+def _or_absent(operand: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32) if operand is None else operand
 
 
 def _decode_then_dot(product: Product) -> jax.Array:
@@ -173,7 +216,7 @@ def _decode_then_dot(product: Product) -> jax.Array:
         y.reshape(product.result.shape),
         product.a[2] if quantized else jnp.zeros((0,), jnp.float32),
         product.b[2],
-        _bias(product),
+        _or_absent(product.bias),
         a_e4m3_max=np.int32((params.a or Format()).e4m3_max),
         b_e4m3_max=np.int32(params.b.e4m3_max),
         b_batched=bool(batch),

@@ -127,7 +127,7 @@ def _matmul_kernel(operands: tuple, options: Options, device: jax.Device) -> Sup
     (left, a_format), (right, b_format) = map(_parts_of, operands)
     accumulation = options.get("accumulation", "fast")
     params = MatmulParams(a_format, b_format, _out_dtype(options), accumulation)
-    product = Product(left, right, options.get("bias"), params)
+    product = Product(left, right, options.get("bias"), None, params)
     capability, kernel = _where(options, device)
     backend = Backend("native", capability, kernel, _refused(device, capability))
     answer = _answer(choose(product, backend))
