@@ -104,15 +104,25 @@ def scratch_of(needed: int) -> Array:
 def matmul_call(kernel: str, dense: bool = False, windows: bool = False, k: int = 128) -> Call:
     m, n = 72 if windows else 24, 32  # more rows than kernels of GPUs take that need no scratch, which would run then
     a = (Array("a", (m, k), BF16, also=(jnp.float16,)), absent("a scale", U8), absent("a amax"))
-    bias = Array("bias", (n,), BF16, ((0,),), FLOATS)
+    bias = Array("bias", (n,), BF16, ((0,), (m, n)) if kernel.startswith("cpu") else ((0,),), FLOATS)
     left, capability = "bfloat16" if dense else "nvfp4", 80 if kernel.startswith("sm80") else 0
     problem = {"shape": (1, m, n, k), "a": left, "windows": windows, "out": "float32", "pinned": False}
     needed = plans.plan_matmul(**problem, capability=capability, kernel=kernel).scratch_bytes
     results = (Array("out", (m, n), F32, also=FLOATS), scratch_of(needed))
-    operands = (*(a if dense else tensor("a ", m, k, windows)), *tensor("b ", n, k, False), bias)
-    attrs = {"kernel": kernel, "pinned": False, "a_windows": windows, "b_windows": False}
+    gain = replace(absent("gain"), also=FLOATS)  # only a kernel of Hopper takes one
+    operands = (*(a if dense else tensor("a ", m, k, windows)), *tensor("b ", n, k, False), bias, gain)
+    attrs = {"kernel": kernel, "pinned": False, "a_windows": windows, "b_windows": False, "epsilon": np.float32(1)}
     attrs |= {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448)}
     return Call("matmul", operands, results, attrs)
+
+
+def norm_call() -> Call:
+    m, n, k = 3, 32, 256
+    bias, gain = Array("bias", (n,), BF16, ((0,), (m, n)), FLOATS), Array("gain", (k,), BF16, ((0,),), FLOATS)
+    call = matmul_call("sm90_dense_small_m", dense=True, k=k)
+    a = replace(call.operands[0], shape=(m, k))
+    results = (replace(call.results[0], shape=(m, n)), absent("scratch", U8))
+    return replace(call, operands=(a, *call.operands[1:-2], bias, gain), results=results)
 
 
 def grouped_call(kernel: str, dense: bool, m: int = 24) -> Call:
@@ -151,7 +161,7 @@ def rht_amax_call(rows: int = 16, cols: int = 32) -> Call:
 
 def epilogue_call() -> Call:
     operands = (Array("y", (16, 32), F32), Array("a amax", (), F32, ((16,), (0,))), Array("b amax", (), F32, ((32,),)))
-    operands, out = (*operands, Array("bias", (32,), BF16, ((0,),), FLOATS)), Array("out", (16, 32), BF16, also=FLOATS)
+    operands, out = (*operands, Array("bias", (32,), BF16, ((0,), (16, 32)), FLOATS)), Array("out", (16, 32), BF16, also=FLOATS)
     attrs = {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448), "b_batched": False}
     return Call("epilogue", operands, (out,), attrs)
 
@@ -225,6 +235,8 @@ def valid_calls(platform: str, hopper: bool = True) -> dict[str, Call]:
         calls |= {"decode": decode_call(), "epilogue": epilogue_call()}
     if not cpu and not hopper:
         return calls
+    if not cpu:
+        calls["matmul norm"] = norm_call()
     blocks, elements = (blocks, elements) if cpu else ("sm90_nvfp4_grouped", "sm90_dense_grouped")
     return calls | {
         "grouped": grouped_call(blocks, False),
@@ -287,6 +299,7 @@ WRONG_SPECS = [
 WRONG_ATTRS = {
     "row_blocks": [np.int32(-1), np.int32(0), np.int32(7)],  # rows have 8 blocks
     "col_blocks": [np.int32(-1), np.int32(0), np.int32(3)],  # columns have 4
+    "epsilon": [np.float32(0), np.float32(-1e-5), np.float32(np.nan)],
     "keep": [np.int32(-1), np.int32(2), np.int32(99)],
     "e4m3_max": [np.int32(0), np.int32(-1), np.int32(449)],
     "a_e4m3_max": [np.int32(0), np.int32(-448)],

@@ -239,8 +239,9 @@ def matmul_by_formula(a, b, bias=None, dtype=np.float32) -> np.ndarray:
     """matmul_nt in its pinned order: blocks of 16 for two NVFP4Tensors, or their windows of 64, or single k for a
     16-bit ``a``."""
     if len(a.shape) > 2:
-        matrices = zip(a, b if len(b.shape) > 2 else [b] * a.shape[0], strict=True)
-        return np.stack([matmul_by_formula(*pair, bias, dtype) for pair in matrices])
+        shared_b, shared_bias = len(b.shape) == 2, bias is None or bias.ndim == 1
+        of_b, of_bias = [b] * a.shape[0] if shared_b else b, [bias] * a.shape[0] if shared_bias else bias
+        return np.stack([matmul_by_formula(*one, dtype) for one in zip(a, of_b, of_bias, strict=True)])
     with np.errstate(all="ignore"):
         y = np.zeros((a.shape[0], b.shape[0]), np.float32)
         windows = _windowed(a) or _windowed(b)

@@ -111,6 +111,18 @@ def random_operands(
 order_free_operands = functools.partial(random_operands, order_free=True)
 
 
+def norm_operands(left, shape, gain_dtype=np.float32, lead=()):
+    """a, a norm of it, what that is, and b. No order changes a bit: all elements of a row have one magnitude, a power of
+    two, which is their root mean square, and the gains are integers."""
+    m, n, k = shape
+    rng = np.random.default_rng(m + n + k)
+    signs, sizes = rng.choice([-1.0, 1.0], (*lead, m, k)), 2.0 ** rng.integers(-3, 4, (*lead, m, 1))
+    gain = rng.integers(-8, 9, k).astype(gain_dtype)
+    b = order_free_operands(left, shape)[1]
+    norm = jnp.asarray(gain), 1e-12  # half a unit in the last place of the least mean is 2^-31
+    return jnp.asarray((signs * sizes).astype(left)), norm, jnp.asarray((signs * gain).astype(left)), b
+
+
 def identity(left, k, first=0, rows=None) -> NVFP4Tensor | jax.Array:
     """Rows of a matrix with ones on its diagonal, exact in NVFP4: code 2 and scale 1."""
     ones = np.eye(rows or k, k, first, dtype=np.uint8)
@@ -130,11 +142,12 @@ def hang_guard(seconds: int = 300) -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-def multiply_on(device, kernel: str, a, b, bias=None, out=np.float32) -> np.ndarray:
+def multiply_on(device, kernel: str, a, b, bias=None, out=np.float32, norm=None) -> np.ndarray:
     """Multiplies on a device by the kernel of a name."""
     a, b, bias = jax.device_put((a, b, bias), device)
+    norm = norm and (jax.device_put(norm[0], device), norm[1])
     with jax.default_device(device):
-        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, out_dtype=out, implementation=kernel))
+        return np.asarray(jnvfp4.matmul_nt(a, b, bias=bias, norm=norm, out_dtype=out, implementation=kernel))
 
 
 _devices = itertools.count()

@@ -289,6 +289,9 @@ two_batches = (
     ),
     "b must have rank 2 or the leading axes (2)",
 )
+part_of_residual = (with_shapes(matmul_call(CPU_BLOCKS), bias=(1, 32)), "must have shape (32) or (24,32), got (1,32)")
+norm_of_codes = (with_shapes(matmul_call(CPU_BLOCKS), gain=(128,)), "gain must have no elements with an a that is quant")
+gain_of_rows = (with_shapes(matmul_call(CPU_ELEMENTS, dense=True), gain=(24, 128)), "gain must have shape (128)")
 rule("K of a must be a multiple of 16", matmul_nt, t(8, 40), t(8, 40), handler=part_of_block)
 rule("a and b must have the same K, got K=32 and K=48", matmul_nt, t(8, 32), t(8, 48), handler=two_depths)
 rule("a and b must have the same K, got K=48 and K=32", matmul_nt, a(8, 48, dtype=BF16), t(8, 32))
@@ -318,8 +321,24 @@ rule("a.scale must have shape (8, 2)", matmul_nt, t(8, 32, scale_k=1), t(8, 32))
 rule("b.amax must have shape () or (8,)", matmul_nt, t(8, 32), t(8, 32, amax=(2,)))
 rule("b.amax must have shape (8,)", matmul_nt, t(8, 32), t(8, 32, ROW))
 rule("TypeError: b.data must be uint8", matmul_nt, t(8, 32), t(8, 32, data=I8))
-rule("bias must have shape (N,)=(4,), got (8,)", matmul_nt, t(8, 32), t(4, 32), bias=a(8))
+text = "bias must have shape (N,)=(4,) or that of the result, (8, 4), got "
+rule(text + "(8,)", matmul_nt, t(8, 32), t(4, 32), bias=a(8))
+rule(text + "(1, 4)", matmul_nt, t(8, 32), t(4, 32), bias=a(1, 4), handler=part_of_residual)
 rule(f"TypeError: bias must be {FLOATS}, got int32", matmul_nt, t(8, 32), t(4, 32), bias=a(4, dtype=I32))
+x, gain = a(8, 32, dtype=BF16), a(32)
+text = "norm must be None where a is quantized; normalize a before jnvfp4.quantize"
+rule(text, matmul_nt, t(8, 32), t(4, 32), norm=(gain, 1e-5), handler=norm_of_codes)
+rule("norm must be None or a pair (gain, epsilon), got an array float32 (32,)", matmul_nt, x, t(4, 32), norm=gain)
+rule("norm must be None or a pair (gain, epsilon), got 1e-05", matmul_nt, x, t(4, 32), norm=1e-5)
+text = "the gain of norm must have shape (K,)=(32,), got (8, 32)"
+rule(text, matmul_nt, x, t(4, 32), norm=(a(8, 32), 1e-5), handler=gain_of_rows)
+rule(f"TypeError: the gain of norm must be {FLOATS}, got int32", matmul_nt, x, t(4, 32), norm=(a(32, dtype=I32), 1e-5))
+rule("TypeError: the gain of norm must be an array", matmul_nt, x, t(4, 32), norm=("rms", 1e-5))
+text = "the epsilon of norm must be a Python number that float32 holds, above 0, got "
+for epsilon in (0.0, -1e-5, 1e-50, 1e39, float("nan"), None, True):
+    rule(f"{text}{epsilon!r}", matmul_nt, x, t(4, 32), norm=(gain, epsilon))
+rule(f"{text}an array float32 ()", matmul_nt, x, t(4, 32), norm=(gain, a()))
+OF_HANDLERS.append((with_shapes(matmul_call(CPU_ELEMENTS, dense=True), gain=(128,)), "takes no norm of these operands"))
 rule(f"TypeError: out_dtype must be {FLOATS}, got float64", matmul_nt, t(8, 32), t(4, 32), out_dtype=jnp.float64)
 text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
 rule(text, matmul_nt, t(8, 32), t(8, 32), implementation="cuda")

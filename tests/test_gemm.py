@@ -2,13 +2,22 @@
 
 import functools
 from dataclasses import replace
+from itertools import cycle
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_bitwise, assert_gemm_close, bits, matmul_by_formula, random_tensor
+from helpers import (
+    alpha_by_formula,
+    assert_bitwise,
+    assert_gemm_close,
+    bits,
+    decoded,
+    matmul_by_formula,
+    random_tensor,
+)
 from operands import (
     DTYPES,
     NARROW,
@@ -18,6 +27,7 @@ from operands import (
     dense,
     every_left,
     every_out_dtype,
+    norm_operands,
     normal,
     order_free,
     order_free_operands,
@@ -67,6 +77,9 @@ PROBLEMS = {
     "windows": lambda: quantized((5, 7, 192), WINDOW, WINDOW),
     "a bias": lambda: (*quantized((5, 7, 32)), dense((7,), F32), BF16),
     "w4a16, a bias": lambda: (*weight_only(F16), dense((7,), F32), BF16),
+    "a residual": lambda: (*quantized((5, 7, 32)), dense((5, 7), BF16), BF16),
+    "w4a16, a residual": lambda: (*weight_only(F16), dense((5, 7), F16), F16),
+    "residuals": lambda: (random_tensor(0, (2, 5, 32)), random_tensor(1, (7, 32)), dense((2, 5, 7), F32), BF16),
     "w4a16, rows": lambda: weight_only(BF16, ROW),
     "w4a16, 256": lambda: weight_only(F16, NARROW_SCALES),
     "w4a16, subnormal bf16": lambda: subnormal(BF16, 1e-39),
@@ -88,6 +101,34 @@ def test_the_pinned_order_has_the_bits_of_the_formula(backend, problem):
     a, b, bias, out = (*PROBLEMS[problem](), None, F32)[:4]
     got = multiply(backend, a, b, "pinned", bias=bias, out_dtype=out)
     assert_bitwise(got, matmul_by_formula(a, b, bias, out))
+
+
+# ---------------------------------------------------------------- the norm of a
+@pytest.mark.parametrize("half", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("k", [512, 80])
+def test_a_norm_has_the_bits_of_the_formula(backend, half, k):
+    """Of numbers of rows that kernels normalize and that XLA does, with a residual and without."""
+    shapes = [(1,), (2,), (3,), (5,), (16,), (17,), (64,), (2, 3)]
+    operands = [norm_operands(half, (m, 24, k), kind, lead) for (*lead, m), kind in zip(shapes, cycle(DTYPES.values()))]
+    residuals = [None if m == 1 else dense((*lead, m, 24), kind) for (*lead, m), kind in zip(shapes, cycle([half, F32]))]
+    for (a, norm, normed, b), residual in zip(operands, residuals, strict=True):
+        got = multiply(backend, a, b, norm=norm, bias=residual, out_dtype=half)
+        assert_bitwise(got, matmul_by_formula(normed, b, residual, half))
+
+
+@pytest.mark.parametrize("half", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", ["fast", "pinned"])
+def test_the_norm_of_ordinary_data(backend, half, accumulation):
+    """Within the rounding of the normalized rows, and what is added in float32: with epsilon, and the gain before it."""
+    a, b, epsilon = 3 * dense((4, 256), half), random_tensor(1, (7, 256), amax=np.float32(4)), 0.5
+    gain = 1 + dense((256,), F32, 5)
+    got = np.asarray(multiply(backend, a, b, accumulation, norm=(gain, epsilon)), np.float64)
+    x, weight = (decoded(t).astype(np.float64) for t in (a, b))
+    normed = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + epsilon) * np.asarray(gain, np.float64)
+    alpha = alpha_by_formula(a, b).astype(np.float64)
+    half_unit = 2.0**-9 if half == BF16 else 2.0**-12
+    bound = alpha * (np.abs(normed) @ np.abs(weight).T) * (2 * half_unit + 2.0**-15)
+    assert (np.abs(got - alpha * (normed @ weight.T)) <= bound).all()
 
 
 def test_an_infinite_product_stays_infinite(backend):

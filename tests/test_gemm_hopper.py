@@ -1,6 +1,7 @@
 """The GEMM kernels of Hopper beside test_gemm_kernels.py: that its shapes have every tile, and windows of 64."""
 
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 from typing import NamedTuple
 
 import jax
@@ -9,8 +10,8 @@ import numpy as np
 import pytest
 from conftest import gpus, skip_or_fail
 from helpers import assert_bitwise, random_tensor
-from operands import DTYPES, ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, order_free_operands
-from test_gemm_kernels import FUSED, PARTS_OF_MANY, PARTS_OF_WINDOWS, SWAPPED
+from operands import DTYPES, ROW, TENSOR, WINDOW, dense, hang_guard, multiply_on, norm_operands, order_free_operands
+from test_gemm_kernels import FUSED, LEFT, PARTS_OF_MANY, PARTS_OF_WINDOWS, SWAPPED
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor
@@ -53,6 +54,38 @@ def test_shapes_have_every_tile_and_split_of_k():
     for shape, parts in PARTS_OF_WINDOWS.items():
         for sides in ((True, False), (False, True), (True, True)):
             assert load.extensions()["cpu"].plan_windows(*shape, *sides) == parts
+
+
+# One unit of K for each warp, or several, and clusters that split it; columns for all SMs, or few.
+@pytest.mark.parametrize(("n", "k"), [(40, 256), (24, 4096), (9001, 4096), (24, 14336), (4096, 14336), (300, 8448)])
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_norms_of_few_rows(hopper, half, n, k):
+    """In the kernel for at most four rows, with a gain of any type; five are normalized by XLA."""
+    half, run = DTYPES[half], partial(multiply_on, hopper, "sm90_dense_small_m")
+    for m, gain in zip((1, 2, 3, 4, 5), cycle(DTYPES.values())):
+        a, norm, normed, b = norm_operands(half, (m, n, k), gain)
+        for residual, out in ((None, half), (dense((m, n), half), half), (dense((n,), np.float32), np.float32)):
+            assert_bitwise(run(a, b, residual, out, norm=norm), run(normed, b, residual, out))
+
+
+@pytest.mark.parametrize("left", LEFT.values(), ids=LEFT)
+@pytest.mark.parametrize(("n", "k"), [(40, 256), (24, 4096), (9001, 4096), (24, 14336), (4096, 14336), (300, 8448)])
+def test_residuals_of_few_rows(hopper, left, n, k):
+    run = partial(multiply_on, hopper, f"sm90_{'nvfp4' if left is None else 'dense'}_small_m")
+    for m, kind in zip((1, 3, 8, 9, 16), cycle(DTYPES.values())):
+        a, b = order_free_operands(left, (m, n, k))
+        residual = dense((m, n), kind)
+        assert_bitwise(run(a, b, residual), run(a, b) + np.asarray(residual, np.float32))
+
+
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("k", [256, 4352])
+def test_a_norm_and_residuals_of_many_matrices(hopper, half, k):
+    half, run = DTYPES[half], partial(multiply_on, hopper, "sm90_dense_small_m")
+    a, norm, normed, _ = norm_operands(half, (3, 40, k), lead=(2, 5))
+    b = order_free_operands(half, (3, 40, k), lead=(2, 5), b_lead=(2, 5))[1]
+    residual = dense((2, 5, 3, 40), half)
+    assert_bitwise(run(a, b, residual, half, norm=norm), run(normed, b, residual, half))
 
 
 @pytest.mark.parametrize("m", [8, 40, 300])

@@ -312,6 +312,17 @@ def test_every_type_of_result_and_bias(run, of):
     check(run, of, *of.operands(*of.kernel.formats[-1]), *product((F32, BF16, F16), (None, F32, BF16, F16)))
 
 
+@every(lambda k: [] if "cublaslt" in k.name else [*k.paths, *k.tiles])  # which never gets one
+def test_every_type_of_result_and_residual(run, of):
+    a, b = of.operands(*of.kernel.formats[-1])
+    want = wanted(run, of, a, b)
+    for out, kind in product((F32, BF16, F16), repeat=2):
+        residual = dense(want.shape, kind)
+        with np.errstate(all="ignore"):
+            expected = round_to(want + np.asarray(residual, F32), out)
+        assert_bitwise(run(of.name, a, b, residual, out), expected)
+
+
 @every_path
 def test_every_pair_of_formats(run, of):
     pairs = FORMATS[of.kernel.windows]

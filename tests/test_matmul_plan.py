@@ -52,17 +52,31 @@ def test_the_kernels_of_a_gpu(capability):
     for left in LEFT:
         fast = FUSED[left] if capability == HOPPER else "decode_then_dot"
         fast = FP4 if capability >= BLACKWELL and left == "nvfp4" else fast
-        assert plan(left, capability=capability)[::2] == (fast, "")
+        assert plan(left, capability=capability)[:3:2] == (fast, "")
     for m, few in ((1, True), (64, True), (65, False)):
         hopper = capability == HOPPER and not few
         kernel = "sm80_nvfp4_blocks_small_m" if few else "sm80_nvfp4_blocks"
         for windows, name in ((False, "sm90_nvfp4_pinned"), (True, "sm90_nvfp4_pinned_prepared")):
             got = plan(windows=windows, pinned=True, capability=capability, shape=(3, m, 128, 256))
-            assert got[::2] == (name if hopper else kernel, "")
+            assert got[:3:2] == (name if hopper else kernel, "")
             assert bool(got.scratch_bytes) != few
         windows = "sm90_nvfp4_windows" if capability == HOPPER and not few else kernel
-        assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[::2] == (windows, "")
-    assert plan("bfloat16", pinned=True, capability=capability) == ("sm80_dense_elements", 0, "")
+        assert plan(windows=True, capability=capability, shape=(3, m, 128, 256))[:3:2] == (windows, "")
+    assert plan("bfloat16", pinned=True, capability=capability)[:3] == ("sm80_dense_elements", 0, "")
+
+
+def test_which_kernels_take_a_norm_and_a_residual():
+    """On Hopper those for few rows, where K has whole units: the norm of at most four rows."""
+    for left, m, k, pinned in itertools.product(LEFT, (1, 4, 5, 16), (256, 14336, 272), (False, True)):
+        found = plan(left, shape=(3, m, 128, k), pinned=pinned)
+        assert (found.kernel == SMALL[left]) == (not pinned)
+        assert found.whole_bias == (k != 272 and not pinned)
+        assert found.norm == (found.whole_bias and m <= 4 and left != "nvfp4")
+    for left, m, capability in itertools.product(LEFT, (1, 17, 300), (CPU, *GPUS)):
+        found = plan(left, capability=capability, shape=(1, m, 128, 256))
+        assert found.whole_bias == (found.kernel in ("decode_then_dot", SMALL[left]) or capability == CPU)
+        assert found.norm == (found.kernel == "sm90_dense_small_m")
+        assert not plan(left, pinned=True, shape=(1, m, 128, 256)).norm
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -182,7 +196,7 @@ def test_every_kernel_has_a_problem():
 def test_few_rows_on_hopper(a):
     shapes = [(1, 1, 1, 16), (1, 16, 128256, 4096), (7, 16, 40, 48)]
     for shape in (*shapes, (2**26, 1, 1, 16), (1, 8, 2**30, 16), (1, 8, 16, 2**30)):
-        assert plan(a, shape=shape) == (SMALL[a], 0, "")
+        assert plan(a, shape=shape)[:3] == (SMALL[a], 0, "")
 
 
 @pytest.mark.parametrize("a", LEFT)
@@ -196,7 +210,7 @@ def test_what_the_kernels_of_hopper_leave_to_decoding(a):
 def test_a_build_without_the_kernels_of_hopper(monkeypatch):
     monkeypatch.setitem(load.extensions(), "cuda", SimpleNamespace(built_for="sm_90 sm_100f compute_80"))
     for left in LEFT:
-        assert plan(left) == ("decode_then_dot", 0, "")
+        assert plan(left)[:3] == ("decode_then_dot", 0, "")
         why = plan(left, kernel=FUSED[left]).reason
         assert why == f"{FUSED[left]} is not in this build; build jnvfp4 with 90a among JNVFP4_CUDA_TARGETS"
         assert plan(left, pinned=True).kernel.startswith("sm80")
@@ -219,7 +233,7 @@ def up(n: int, unit: int) -> int:
 @pytest.mark.parametrize(("a", "copied"), [("nvfp4", 4096), ("bfloat16", 16384)])
 def test_the_smaller_of_two_nvfp4_operands_is_copied(a, copied):
     counter = 256  # with nothing behind it
-    assert plan(a, shape=(1, 16384, 4096, 14336)) == (FUSED[a], copied * 14336 * 2 + counter, "")
+    assert plan(a, shape=(1, 16384, 4096, 14336))[:3] == (FUSED[a], copied * 14336 * 2 + counter, "")
     # A tile of few rows is not swapped, however few columns there are.
     assert load.extensions()["cpu"].plan_fused(1, 2096, 224, 6832, a == "nvfp4") == (64, 2, False, 0)
 
@@ -242,7 +256,7 @@ def test_scratch_of_fused_kernels(shape):
     sums = tiles * (splits - 1) * teams * tokens * 256 * 4
     flags = up((tiles * (splits - 1) * teams * 4 + 1) * 4, 256)
     for a in LEFT:
-        assert plan(a, shape=shape, kernel=FUSED[a]) == (FUSED[a], rows + data + scale + sums + flags, "")
+        assert plan(a, shape=shape, kernel=FUSED[a])[:3] == (FUSED[a], rows + data + scale + sums + flags, "")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +280,7 @@ def test_scratch_of_windows(shape):
 
     expected = max(scratch(m, n, False, True), scratch(n, m, True, False), scratch(m, n, True, True))
     kernel = "sm90_nvfp4_windows"
-    assert plan(windows=True, shape=shape, kernel=kernel) == (kernel, expected, "")
+    assert plan(windows=True, shape=shape, kernel=kernel)[:3] == (kernel, expected, "")
 
 
 @pytest.mark.parametrize("shape", FUSED_SHAPES)
@@ -281,7 +295,7 @@ def test_scratch_of_the_pinned_order(shape):
         tiles = (up(m, tokens) // 128, up(n, 256) // 128) if windows else ()
         amaxes = [up(batch * count * up(k, 256) // 64 * 132 * 4, 256) for count in tiles]
         want = sum(numbers + amaxes) + data + scale + 256  # a counter of tiles
-        assert plan(shape=(batch, m, n, k), windows=windows, pinned=True, kernel=kernel) == (kernel, want, "")
+        assert plan(shape=(batch, m, n, k), windows=windows, pinned=True, kernel=kernel)[:3] == (kernel, want, "")
 
 
 @pytest.mark.parametrize(("columns", "padded"), [(22, 192), (23, 256), (45, 256)])
@@ -346,7 +360,7 @@ def test_scratch_of_fp4_products(shape):
     for out, capability in itertools.product(("float32", "bfloat16"), (BLACKWELL, 103, 110, 120, 121)):
         sums = 0 if out == "float32" and wide == n else up(batch * m * wide * 4, 256)
         want = tiles + codes + sums + up((batch + 1) * 4, 256) + (32 << 20)
-        assert plan(shape=shape, out=out, capability=capability) == (FP4, want, "")
+        assert plan(shape=shape, out=out, capability=capability)[:3] == (FP4, want, "")
 
 
 def lowered(monkeypatch, a, b, **options) -> str:
@@ -374,7 +388,7 @@ def test_a_plan_without_cublaslt_gives_the_reason(monkeypatch):
         skip_or_fail("cuda", "no CUDA kernels in this build")
     monkeypatch.setattr(plans, "cublaslt", lambda: plans.CublasLt("", "", "there is none"))
     assert plan(kernel=FP4, capability=BLACKWELL).reason == f"{FP4} needs cuBLASLt: there is none"
-    assert plan(capability=BLACKWELL) == ("decode_then_dot", 0, "")
+    assert plan(capability=BLACKWELL)[:3] == ("decode_then_dot", 0, "")
     a = random_tensor(0, (16, 64))
     with pytest.raises(NotImplementedError, match=f"implementation='{FP4}' cannot run here: .*: there is none"):
         lowered(monkeypatch, a, a, implementation=FP4)

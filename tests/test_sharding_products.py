@@ -32,7 +32,7 @@ from meshes import (
     shard_data,
     ways,
 )
-from operands import exact_tensor, exact_with_scope, normal
+from operands import exact_tensor, exact_with_scope, norm_operands, normal
 
 import jnvfp4
 from jnvfp4 import NVFP4Tensor, dequantize, fake_quant, matmul_nt, quantize, quantize_pair
@@ -109,6 +109,36 @@ def test_products_have_the_bits_of_one_device(devices, kind, of_a, of_b, of_y, o
     assert dtypes_of(sums) <= {"f32"}
     local = M // ways(mesh, of_y[0]) * (N // ways(mesh, of_y[1]))
     assert sum(map(elements, sums)) == local * len(operands) * (ways(mesh, of_a[1]) > 1)
+
+
+@pytest.mark.parametrize(("kind", "of_a", "of_b", "of_y"), LAYOUTS_IN_TURN)
+def test_norms_and_residuals_have_the_bits_of_one_device(devices, kind, of_a, of_b, of_y):
+    """The residual is split as the result; where K is split, so is the gain, and devices sum a number for each row."""
+    mesh, half = make_mesh(devices, kind=kind), jnp.bfloat16
+    a, (gain, epsilon), _, _ = norm_operands(half, (M, N, K), half)
+    b, residual = exact_with_scope("tensor", (N, K), 2), normal((M, N), dtype="bf16")
+    f = jax.jit(lambda a, b, gain, residual: matmul_nt(a, b, norm=(gain, epsilon), bias=residual))
+    whole = P("y", "x") if of_y is None else of_y
+    placed = put(a, mesh, of_a), shard(b, mesh, of_b), put(gain, mesh, P()), put(residual, mesh, whole)
+    got, found = run(f, *placed)
+    assert_bitwise(got, f(*home(devices, (a, b, gain, residual))))
+    if of_y is None:
+        return
+    assert_sharded(got, mesh, of_y)
+    local = M // ways(mesh, of_y[0]) * (N // ways(mesh, of_y[1]) + 1)
+    sums = [shape for op, shape in found if op == "all-reduce"]
+    assert sum(map(elements, sums)) == local * (ways(mesh, of_a[1]) > 1)
+
+
+@pytest.mark.parametrize("name", ["m", "n", "m_and_n", "m_of_two"])
+def test_a_scattered_sum_gets_its_part_of_a_residual(devices, name):
+    mesh, (sa, sb, so, _), half = make_mesh(devices), SCATTERED_GEMMS[name], jnp.bfloat16
+    a, norm, _, _ = norm_operands(half, (M, N, K))
+    b, residual = exact_with_scope("tensor", (N, K), 2), normal((M, N))
+    f = jax.jit(lambda *of: matmul_nt(*of[:2], norm=norm, bias=of[2]), out_shardings=NamedSharding(mesh, so))
+    got = f(put(a, mesh, sa), shard(b, mesh, sb), residual)
+    assert_sharded(got, mesh, so)
+    assert_bitwise(got, matmul_nt(*home(devices, (a, b)), norm=norm, bias=residual))
 
 
 # a, b, the result asked for, and the axes of K that a reduce-scatter splits each dimension of it over.
@@ -262,7 +292,9 @@ def every_primitive(implementation, x, a, b):
     options = {"implementation": implementation}
     found = [quantize(x, s, key=key_for(s), **options) for s in (ROW_SCALED, NVFP4_2D, NVFP4_RHT_SR)]
     found += [quantize_pair(x, WINDOW64, WINDOW64, **options), fake_quant(x, ROW_SCALED, **options)]
-    return [*found, matmul_nt(a, b, bias=jnp.ones((N,)), **options), dequantize(a, **options)]
+    found += [matmul_nt(a, b, bias=jnp.ones((N,)), **options), dequantize(a, **options)]
+    signs = jnp.where(found[-1] < 0, -1, 1).astype(jnp.bfloat16)
+    return [*found, matmul_nt(signs, b, norm=(jnp.ones(K), 1e-9), bias=jnp.ones((M, N)), **options)]
 
 
 @contextlib.contextmanager

@@ -218,8 +218,9 @@ class Product(NamedTuple):
     scopes: tuple[str, str] = ("tensor", "tensor")
     leads: tuple = ((), ())
     amax_per_matrix: bool = False
-    bias: int | str | None = "none"
+    bias: int | str | None = "none"  # an axis of [N] or none; or "whole", of the shape of each result: of one, or of all
     dtype: str | None = None  # of an a that is no tensor
+    norm: int | str | None = "none"  # the axis of the gain, or none
 
     def operands(self):
         """The operands, and the axes for vmap."""
@@ -227,21 +228,28 @@ class Product(NamedTuple):
         (a, a_axes), (b, b_axes) = (self._tensor(*side) for side in sides)
         if self.dtype is not None:
             a = jnp.round(4 * normal((*(SIZE,) * (self.a[0] == 0), M, K), 1, self.dtype))
+            a = a if self.norm == "none" else jnp.where(a < 0, -2, 2).astype(a.dtype)  # squares sum exactly
             a_axes = self.a[0]
-        bias = {"none": None, None: normal((N,), 3), 0: normal((SIZE, N), 3), 1: normal((N, SIZE), 3)}[self.bias]
-        return (a, b, bias), (a_axes, b_axes, None if bias is None else self.bias)
+        result = (*self.leads[0], M, N)
+        wholes = {"whole": normal(result, 3), "wholes": normal((SIZE, *result), 3)}
+        bias = {"none": None, None: normal((N,), 3), 0: normal((SIZE, N), 3), 1: normal((N, SIZE), 3), **wholes}
+        gain = {"none": None, None: normal((K,), 4), 0: normal((SIZE, K), 4), 1: normal((K, SIZE), 4)}[self.norm]
+        axes = {"none": None, "whole": None, "wholes": 0}
+        axes = a_axes, b_axes, axes.get(self.bias, self.bias), axes.get(self.norm, self.norm)
+        return (a, b, bias[self.bias], None if gain is None else jnp.round(2 * gain)), axes
 
     def _tensor(self, rows, axes, scope, lead):
         t = exact_tensor((SIZE, *lead, rows, K), rows)
         amax = {"tensor": lead if self.amax_per_matrix else (), "row": (rows,), "window64": (rows, K // 64)}[scope]
         return _batched_leaves(t, amax, axes), axes
 
-    def multiply(self, a, b, bias):
+    def multiply(self, a, b, bias, gain):
         a = a if self.dtype else NVFP4Tensor(*a, Format(self.scopes[0]))
         dtype = a.dtype if self.dtype else jnp.float32
         accumulation = "pinned" if "window64" in self.scopes else "fast"
         b = NVFP4Tensor(*b, Format(self.scopes[1]))
-        return matmul_nt(a, b, bias=bias, out_dtype=dtype, accumulation=accumulation)
+        norm = None if gain is None else (gain, 1e-9)
+        return matmul_nt(a, b, bias=bias, norm=norm, out_dtype=dtype, accumulation=accumulation)
 
 
 ALL, DATA, AMAX, NONE = (0, 0, 0), (0, 0, None), (None, None, 0), (None, None, None)
@@ -257,6 +265,14 @@ PRODUCTS = [
     *(Product(a, b, leads=leads, amax_per_matrix=own) for a, b, own in OWN for leads in LEADS),
     *(Product(a, b, dtype=d) for a, b in ((ALL, ALL), (ALL, NONE), (NONE, ALL)) for d in ("bf16", "fp16")),
     *(Product(bias=axis, dtype="bf16") for axis in (0, 1)),
+    *(Product(a, b, bias=bias) for (a, b), bias in zip(SOME, ["wholes", "whole"] * 6, strict=True)),
+    *(Product(ALL, b, leads=leads, bias=bias) for b in (ALL, NONE) for leads in LEADS for bias in ("whole", "wholes")),
+    *(Product(NONE, NONE, bias="wholes"), Product(NONE, NONE, dtype="bf16", norm=0)),
+    *(
+        Product(a, b, dtype=dtype, norm=norm, bias=bias)
+        for a, b in ((ALL, ALL), (ALL, NONE), (NONE, ALL))
+        for norm, dtype, bias in ((None, "bf16", "none"), (0, "fp16", "wholes"), (1, "bf16", None), (None, "fp16", 0))
+    ),
 ]
 
 

@@ -39,10 +39,10 @@ inline MatmulResult product_result(Checks& check, const ffi::AnyBuffer& bias, co
 
 inline RowNorm row_norm(Checks& check, const ffi::AnyBuffer& gain, float epsilon, bool quantized, int64_t depth) {
   check.type("gain", gain, kFloats);
+  check.that(epsilon > 0, [&] { return "epsilon must be more than 0, got " + std::to_string(epsilon); });
   if (!present(gain)) return {};
   check.dims("gain", gain, {{}, {depth}});
   check.that(!quantized, [] { return "gain must have no elements with an a that is quantized"; });
-  check.that(epsilon > 0, [&] { return "epsilon must be more than 0, got " + std::to_string(epsilon); });
   return {gain.untyped_data(), float_kind(gain.element_type()), epsilon};
 }
 

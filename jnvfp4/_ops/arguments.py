@@ -130,7 +130,8 @@ class Checks:
             raise ValueError(f"{self.op}: norm must be None or a pair (gain, epsilon), got {describe(norm)}")
         gain, epsilon = norm
         known = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
-        if not (known and np.finfo(np.float32).tiny <= epsilon <= np.finfo(np.float32).max):
+        least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        if not (known and least <= epsilon <= most):
             raise ValueError(
                 f"{self.op}: the epsilon of norm must be a Python number that float32 holds, above 0, got "
                 f"{describe(epsilon)}"

@@ -173,7 +173,7 @@ def finish(y: jax.Array, *bias: jax.Array, out_dtype: DTypeLike) -> jax.Array:
 def _call_kernel(product: Product, chosen: plans.MatmulPlan) -> jax.Array:
     params, rest = product.params, (*product.b, _or_absent(product.bias), _or_absent(product.gain))
     attrs = {
-        "epsilon": np.float32(params.epsilon or 0),
+        "epsilon": np.float32(params.epsilon or 1),
         "pinned": params.pinned,
         "a_windows": params.a is not None and params.a.amax_scope == "window64",
         "b_windows": params.b.amax_scope == "window64",
