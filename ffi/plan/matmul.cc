@@ -133,7 +133,10 @@ int64_t of_block_scaled(const MatmulProblem& p) { return block_scaled_scratch(p.
 //   (before both scales were in float16).
 constexpr KernelRow<MatmulProblem> kRows[] = {
     // Few rows: b is decoded inside a GEMM for Hopper, and so is a if it is an NVFP4 tensor.
-    {"sm90_nvfp4_small_m", kSm90a, all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>, {.whole_bias = whole_units}},
+    {"sm90_nvfp4_small_m",
+     kSm90a,
+     all<needs_nvfp4, needs_free_order, needs_depth, needs_few_rows>,
+     {.whole_bias = whole_units}},
     {"sm90_dense_small_m",
      kSm90a,
      all<needs_dense, needs_free_order, needs_depth, needs_few_rows>,

@@ -19,9 +19,9 @@ struct MatmulProblem {
   bool pinned;  // the sum along K must have the order of docs/numerics.md
 };
 
-// K that a warp of the kernels for few rows on Hopper multiplies at a time. Where K is a multiple of it, they add a bias of
-// the shape of the result, and normalize at most kNormRows rows of a. More rows take each of their CTAs longer than XLA's
-// norm takes: at 16 rows a step of Llama 3 8B took 13 % longer (docs/tried.md).
+// K that a warp of the kernels for few rows on Hopper multiplies at a time. Where K is a multiple of it, they add a
+// bias of the shape of the result, and normalize at most kNormRows rows of a. More rows take each of their CTAs longer
+// than XLA's norm takes: at 16 rows a step of Llama 3 8B took 13 % longer (docs/tried.md).
 inline constexpr int64_t kSmallUnit = 256, kNormRows = 4;
 
 extern const KernelTable<MatmulProblem> kMatmulKernels;

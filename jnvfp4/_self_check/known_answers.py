@@ -96,6 +96,7 @@ class Sample(NamedTuple):
     b: Format = Format()
     out: Any = F32
     bias: Any = None
+    residual: bool = False  # the bias has the shape of the result
     lead: tuple[int, ...] = ()
     unit: str = ""  # "a" or "b": this operand has ones on its diagonal, so that each result is one element
 
@@ -107,6 +108,7 @@ SAMPLES = (
     Sample((129, 144, 80), _NARROW, Format(), BF16, BF16),
     Sample((16, 47, 96), _ROW, _NARROW, F32, F32),
     Sample((66, 45, 112), _NARROW, _ROW, F16, F32),
+    Sample((5, 132, 48), BF16, bias=BF16, residual=True),
     Sample((3, 32, 64), lead=(3,)),
     Sample((272, 140, 272), unit="a"),
     Sample((133, 208, 208), unit="b"),
@@ -135,7 +137,8 @@ def call_of(sample: Sample) -> Call:
         a = (rng.integers(-8, 9, (*sample.lead, m, k)).astype(jnp.dtype(sample.a)),)
     if sample.unit:
         a, b = (_ones(k, a), b) if sample.unit == "a" else (a, _ones(k, b))
-    bias = () if sample.bias is None else (rng.standard_normal(n).astype(sample.bias),)
+    of_bias = (*sample.lead, m, n) if sample.residual else (n,)
+    bias = () if sample.bias is None else (rng.standard_normal(of_bias).astype(sample.bias),)
     params = MatmulParams(sample.a if quantized else None, sample.b, jnp.dtype(sample.out))
     return Call((*a, *b, *bias), params)
 

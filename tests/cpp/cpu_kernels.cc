@@ -125,7 +125,7 @@ struct Product {
   Amax a, b;
   int a_kind;  // of a 16-bit left operand, by kEvery; 0: NVFP4
   Float out;
-  bool bias;
+  int bias;  // 0: none, 1: of columns, 2: of the shape of the result
 };
 
 // Blocks [begin, end) of a row of each operand, by the rule.
@@ -166,7 +166,8 @@ void product_by_rule(const MatmulArgs& g, const Operand& a, const Operand& b) {
   for (int64_t row = 0; row < g.shape.rows; ++row)
     for (int64_t col = 0; col < g.shape.cols; ++col) {
       const float alpha = g.windows() ? 1.0f : alpha_of(g, row, col);
-      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, col) : 0.0f;
+      const int64_t at = g.result.whole_bias ? row * g.shape.cols + col : col;
+      const float bias = g.result.bias ? load_float(g.result.bias, g.result.bias_kind, at) : 0.0f;
       const float y = gemm_epilogue(element_by_rule(g, a, b, row, col), alpha, bias, g.result.bias != nullptr);
       put(g.result.kind, g.result.out, row * g.shape.cols + col, y);
     }
@@ -177,8 +178,9 @@ bool holds(const Product& p) {
   Numbers numbers{static_cast<uint32_t>(p.rows * 7919 + p.cols * 31 + p.depth)};
   Operand a(numbers, p.rows, p.depth, p.a), b(numbers, p.cols, p.depth, p.b);
   Bytes dense = random_floats(numbers, kEvery[p.a_kind], p.rows * p.depth);
-  Bytes bias = random_floats(numbers, Float::kF32, p.cols);
-  MatmulArgs g{a.operand(), b.operand(), {p.bias ? bias.data() : nullptr, Float::kF32, nullptr, p.out}, {}};
+  Bytes bias = random_floats(numbers, Float::kF32, p.bias == 2 ? p.rows * p.cols : p.cols);
+  const MatmulResult result{p.bias ? bias.data() : nullptr, Float::kF32, nullptr, p.out, p.bias == 2};
+  MatmulArgs g{a.operand(), b.operand(), result, {}};
   if (p.a_kind) g.a = {dense.data(), nullptr, nullptr, kEvery[p.a_kind], {}, 448.0f};
   g.shape = {1, p.rows, p.cols, p.depth};
   const int64_t count = p.rows * p.cols * size_of(p.out);
@@ -188,7 +190,10 @@ bool holds(const Product& p) {
   std::string line = std::string("product of ") + (p.a_kind ? kFloatNames[p.a_kind] : "nvfp4") + " " +
                      kAmaxNames[static_cast<int>(p.a)] + " " + kAmaxNames[static_cast<int>(p.b)] + " " +
                      std::to_string(p.rows) + "x" + std::to_string(p.cols) + "x" + std::to_string(p.depth) + " " +
-                     kFloatNames[static_cast<int>(p.out)] + (p.bias ? " bias" : "");
+                     kFloatNames[static_cast<int>(p.out)] +
+                     (p.bias == 2 ? " residual"
+                      : p.bias    ? " bias"
+                                  : "");
   bool good = true;
   for (const auto& [name, set] : kIsaNames) {
     if (!use_isa(set)) continue;
@@ -212,7 +217,7 @@ bool products_hold() {
   for (const int64_t rows : {1, 2, 3, 4, 7, 130})
     for (const int64_t cols : {1, 32, 77})
       for (const Float out : kEvery) {
-        const bool bias = (rows + cols) % 2;
+        const int bias = static_cast<int>((rows + cols) % 3);
         for (const auto& [a, b] : kKinds)
           for (const int64_t depth : {64, 192}) good = holds({rows, cols, depth, a, b, 0, out, bias}) && good;
         good = holds({rows, cols, 16, Amax::kRow, Amax::kTensor, 0, out, bias}) && good;

@@ -174,12 +174,22 @@ void matmul(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool a_w
 #if defined(JNVFP4_SM90A)
 void small_m(int64_t batch, int64_t m, int64_t n, int64_t k, Float kind, bool each) {
   const Tensor a(batch * m, k, each ? 1 : m, false), b(batch * n, k, each ? 1 : batch * n, false);
-  Varied x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind));
+  Varied x(batch * m * k * 2), bias(n * 2), out(batch * m * n * size_of(kind)), residual(batch * m * n * 2),
+      gain(k * 4);
   const MatmulResult result{each ? bias.as<void>() : nullptr, Float::kBf16, out.as<void>(), kind};
+  const MatmulResult sum{residual.as<void>(), each ? Float::kBf16 : Float::kF16, out.as<void>(), kind, true};
   const MatmulOperand bf16{x.as<void>(), nullptr, nullptr, Float::kBf16, {}, 448.0f};
   const MatmulOperand f16{x.as<void>(), nullptr, nullptr, Float::kF16, {}, 448.0f};
   for (const MatmulOperand& left : {a.operand, bf16, f16}) {
     check_run(launch_sm90_small_m({left, b.operand, result, {batch, m, n, k}}, nullptr), "sm90_small_m");
+    if (k % kSmallUnit) continue;
+    check_run(launch_sm90_small_m({left, b.operand, sum, {batch, m, n, k}}, nullptr), "sm90_small_m, residual");
+    if (left.quantized() || m > kNormRows) continue;
+    for (Float of_gain : {Float::kF32, Float::kBf16, Float::kF16})
+      check_run(
+          launch_sm90_small_m(
+              {left, b.operand, each ? sum : result, {batch, m, n, k}, {gain.as<void>(), of_gain, 1e-5f}}, nullptr),
+          "sm90_small_m, norm");
   }
 }
 
@@ -401,11 +411,11 @@ void products(Float kind) {
 
 #if defined(JNVFP4_SM90A)  // the GPU is one of Hopper
 void hopper_products(Float kind) {
-  for (int64_t m : {1, 8, 13})
+  for (int64_t m : {1, 4, 8, 13})
     for (int64_t k : {48, 256, 1040, 4352}) small_m(1, m, 67, k, kind, k == 256);
   for (int64_t m : {5, 16}) small_m(3, m, 35, 512, kind, m == 16);
-  for (int64_t m : {7, 16}) small_m(1, m, 2200, 4352, kind, false);  // more than one unit a warp
-  small_m(1, 9, 2200, 2064, kind, false);                            // the same, masked
+  for (int64_t m : {3, 7, 16}) small_m(1, m, 2200, 4352, kind, false);  // more than one unit a warp
+  small_m(1, 9, 2200, 2064, kind, false);                               // the same, masked
   for (bool each : {false, true}) {
     for (int64_t k : {16, 32, 48, 64, 320, 512}) fused_matmul(1, 70, 131, k, kind, each);  // copied or not, ragged
     fused_matmul(3, 5, 4, 272, kind, each);
