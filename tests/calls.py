@@ -161,9 +161,9 @@ def rht_amax_call(rows: int = 16, cols: int = 32) -> Call:
 
 def epilogue_call() -> Call:
     operands = (Array("y", (16, 32), F32), Array("a amax", (), F32, ((16,), (0,))), Array("b amax", (), F32, ((32,),)))
-    operands, out = (*operands, Array("bias", (32,), BF16, ((0,), (16, 32)), FLOATS)), Array("out", (16, 32), BF16, also=FLOATS)
+    bias, out = Array("bias", (32,), BF16, ((0,), (16, 32)), FLOATS), Array("out", (16, 32), BF16, also=FLOATS)
     attrs = {"a_e4m3_max": np.int32(448), "b_e4m3_max": np.int32(448), "b_batched": False}
-    return Call("epilogue", operands, (out,), attrs)
+    return Call("epilogue", (*operands, bias), (out,), attrs)
 
 
 def decode_call() -> Call:

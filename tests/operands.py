@@ -112,8 +112,8 @@ order_free_operands = functools.partial(random_operands, order_free=True)
 
 
 def norm_operands(left, shape, gain_dtype=np.float32, lead=()):
-    """a, a norm of it, what that is, and b. No order changes a bit: all elements of a row have one magnitude, a power of
-    two, which is their root mean square, and the gains are integers."""
+    """a, a norm of it, what that is, and b. No order changes a bit: the elements of a row have one magnitude, a power
+    of two, which is their root mean square, and the gains are integers."""
     m, n, k = shape
     rng = np.random.default_rng(m + n + k)
     signs, sizes = rng.choice([-1.0, 1.0], (*lead, m, k)), 2.0 ** rng.integers(-3, 4, (*lead, m, 1))

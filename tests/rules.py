@@ -290,7 +290,7 @@ two_batches = (
     "b must have rank 2 or the leading axes (2)",
 )
 part_of_residual = (with_shapes(matmul_call(CPU_BLOCKS), bias=(1, 32)), "must have shape (32) or (24,32), got (1,32)")
-norm_of_codes = (with_shapes(matmul_call(CPU_BLOCKS), gain=(128,)), "gain must have no elements with an a that is quant")
+norm_of_codes = (with_shapes(matmul_call(CPU_BLOCKS), gain=(128,)), "gain must have no elements with an a that is")
 gain_of_rows = (with_shapes(matmul_call(CPU_ELEMENTS, dense=True), gain=(24, 128)), "gain must have shape (128)")
 rule("K of a must be a multiple of 16", matmul_nt, t(8, 40), t(8, 40), handler=part_of_block)
 rule("a and b must have the same K, got K=32 and K=48", matmul_nt, t(8, 32), t(8, 48), handler=two_depths)

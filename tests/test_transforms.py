@@ -218,7 +218,7 @@ class Product(NamedTuple):
     scopes: tuple[str, str] = ("tensor", "tensor")
     leads: tuple = ((), ())
     amax_per_matrix: bool = False
-    bias: int | str | None = "none"  # an axis of [N] or none; or "whole", of the shape of each result: of one, or of all
+    bias: int | str | None = "none"  # the axis of one [N]; or of the shape of a result: one "whole", or "wholes"
     dtype: str | None = None  # of an a that is no tensor
     norm: int | str | None = "none"  # the axis of the gain, or none
 

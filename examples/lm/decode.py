@@ -52,7 +52,7 @@ def on_rows(linear: Linear) -> Callable[..., Array]:
     def joined(
         x: Array, w: Any, key: Array, name: str, norm: tuple[Array, float] | None = None, residual: Array | None = None
     ) -> Array:
-        rows, added = (None if v is None else v.reshape(-1, v.shape[-1]) for v in (x, residual))
+        rows, added = x.reshape(-1, x.shape[-1]), None if residual is None else residual.reshape(-1, residual.shape[-1])
         if linear is converted_linear and is_quantized(w):
             y = jnvfp4.matmul_nt(rows, w, norm=norm, bias=added, out_dtype=x.dtype)
         else:

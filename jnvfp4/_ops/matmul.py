@@ -35,7 +35,7 @@ def matmul_nt(
       a: an NVFP4Tensor, or a bfloat16 or float16 array. An array cannot be multiplied by a b of amax scope "window64".
       b: an NVFP4Tensor. Without leading axes it is the right operand of every matrix of ``a``.
       out_dtype: float32, bfloat16 or float16.
-      bias: [N] or of the shape of the result, as a residual is; any float dtype. It is added in float32 before the cast.
+      bias: [N] or, as a residual, of the shape of the result; any float dtype. It is added in float32 before the cast.
       norm: (gain, epsilon) multiplies the RMS norm of the rows of an ``a`` that is not quantized, instead of ``a``:
         a * rsqrt(mean(a^2) + epsilon) * gain in float32, then rounded to the dtype of ``a``. (LlamaRMSNorm of
         transformers rounds before it multiplies by the gain.) The gain is [K], any float dtype, and epsilon a Python

@@ -51,7 +51,8 @@ def _abstract(params: MatmulParams, *flat: ShapedArray) -> list[ShapedArray]:
             )
         check_float(OP, "bias", bias.dtype)
     if gain is not None:
-        assert params.a is None and k_axes == 1
+        assert params.a is None
+        assert k_axes == 1
         if gain.shape != a.shape[-1:]:
             raise ValueError(f"{OP}: the gain of norm must have shape (K,)=({a.shape[-1]},), got {gain.shape}")
         check_float(OP, "the gain of norm", gain.dtype)
