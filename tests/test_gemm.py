@@ -1,6 +1,7 @@
 """``matmul_nt`` against its formula in NumPy, by every implementation. Kernels by their names: test_gemm_kernels.py."""
 
 import functools
+import re
 from dataclasses import replace
 from itertools import cycle
 
@@ -36,6 +37,7 @@ from operands import (
 
 import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_RHT, Format, NVFP4Tensor
+from jnvfp4._native import plans
 
 F32, BF16, F16 = DTYPES.values()
 NARROW_SCALES = Format(e4m3_max=256)
@@ -102,6 +104,18 @@ def test_the_pinned_order_has_the_bits_of_the_formula(backend, problem):
     assert_bitwise(got, matmul_by_formula(a, b, bias, out))
 
 
+@pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
+def test_a_kernel_that_takes_no_residual_makes_float32_sums(monkeypatch, out):
+    """As those of GPUs for many rows do; each type of result has a shape of its own, which nothing else compiles."""
+    original = plans.plan_matmul
+    monkeypatch.setattr(plans, "plan_matmul", lambda **problem: original(**problem)._replace(whole_bias=False))
+    m = 20 + list(DTYPES.values()).index(out)
+    (a, b), residual = quantized((m, 7, 32)), dense((m, 7), BF16)
+    f = jax.jit(lambda *of: jnvfp4.matmul_nt(*of[:2], bias=of[2], out_dtype=out))
+    assert re.search(rf"nvfp4_matmul.* -> \(tensor<{m}x7xf32>", f.lower(a, b, residual).as_text())
+    assert_bitwise(f(a, b, residual), matmul_by_formula(a, b, residual, out))
+
+
 # ---------------------------------------------------------------- the norm of a
 @pytest.mark.parametrize("half", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("k", [512, 80])
@@ -118,7 +132,7 @@ def test_a_norm_has_the_bits_of_the_formula(backend, half, k):
 @pytest.mark.parametrize("half", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", ["fast", "pinned"])
 def test_the_norm_of_ordinary_data(backend, half, accumulation):
-    """Each element is rounded once, after the gain; the root mean square may err by 2^-16, half the sum of 2^8 errors."""
+    """Each element is rounded once, after the gain; the sum of squares may err by 2^-16, and its root by less."""
     a, b, gain, epsilon = 3 * dense((4, 256), half), identity(None, 256), 1 + dense((256,), F32, 5), 0.5
     got = np.asarray(multiply(backend, a, b, accumulation, norm=(gain, epsilon)))
     x = np.asarray(a, np.float64)

@@ -146,15 +146,11 @@ def choose(product: Product, backend: Backend) -> plans.MatmulPlan:
 
 @partial(jax.jit, static_argnames=("epsilon", "split_over"), inline=True)  # an eager call transfers no constants
 def rms_norm(a: jax.Array, gain: jax.Array, epsilon: float, split_over: tuple[str, ...] = ()) -> jax.Array:
-    """Computes cast(a * rsqrt(mean(a^2) + epsilon) * gain) of rows, which mesh axes may split, in float32.
-
-    The cast is on bit patterns: XLA would delete it where the product begins with its inverse.
-    """
+    """Computes cast(a * rsqrt(mean(a^2) + epsilon) * gain) of rows, which mesh axes may split, in float32."""
     x = a.astype(jnp.float32)
     mean = jnp.mean(x * x, axis=-1, keepdims=True)
     mean = lax.pmean(mean, split_over) if split_over else mean
-    y = x * lax.rsqrt(mean + np.float32(epsilon)) * gain.astype(jnp.float32)
-    return softfloat.from_bits(softfloat.to_bits(y), a.dtype)
+    return (x * lax.rsqrt(mean + np.float32(epsilon)) * gain.astype(jnp.float32)).astype(a.dtype)
 
 
 @partial(jax.jit, static_argnames="out_dtype", inline=True)
