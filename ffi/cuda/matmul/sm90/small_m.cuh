@@ -325,12 +325,12 @@ struct RowLoader {
   // Gains of the 8 elements that this lane copies of each row of a unit.
   struct Gains {
     uint4 word[2];
-    __device__ __forceinline__ void load(const RowNorm& norm, int unit, int depth) {
-      const int k = unit * S::kUnit + threadIdx.x % (16 * kChunks) * 8;
-      const bool wide = norm.kind == Float::kF32, valid = !S::kMasked || k < depth;
-      const auto* p = static_cast<const uint8_t*>(norm.gain) + int64_t{valid ? k : 0} * (wide ? 4 : 2);
+    __device__ __forceinline__ void load(const RowNorm& norm, int unit) {
+      static_assert(!S::kNorm || (kChunks == 2 && !S::kMasked), "a lane copies 8 elements of a row");
+      const int64_t k = unit * S::kUnit + threadIdx.x % 32 * 8;
+      const bool wide = norm.kind == Float::kF32;
+      const auto* p = static_cast<const uint8_t*>(norm.gain) + k * (wide ? 4 : 2);
       word[0] = load_global16(p), word[1] = load_global16(p + (wide ? 16 : 0));
-      if (!valid) word[0] = word[1] = make_uint4(0, 0, 0, 0);
     }
     __device__ __forceinline__ void values(const RowNorm& norm, float (&v)[8]) const {
       const uint32_t w[8] = {word[0].x, word[0].y, word[0].z, word[0].w, word[1].x, word[1].y, word[1].z, word[1].w};
@@ -345,14 +345,12 @@ struct RowLoader {
   // Normalizes the rows in the buffer, each lane what it has copied.
   __device__ __forceinline__ void normalize(const RowNorm& norm, const Gains& gains, uint32_t buffer) const {
     using T = std::conditional_t<left == Left::kF16, F16, Bf16>;
-    const int lane = threadIdx.x % 32, c = lane % (16 * kChunks), first = lane / (16 * kChunks);
     float gain[8];
     gains.values(norm, gain);
 #pragma unroll 2
-    for (int r = 0; r < valid_rows; r += kLoaded) {
-      const float f = __shfl_sync(0xffffffffu, factor, r + first);
-      if (r + first >= valid_rows) continue;
-      const uint32_t at = buffer_address(buffer, r + first, c);
+    for (int r = 0; r < valid_rows; ++r) {
+      const float f = __shfl_sync(0xffffffffu, factor, r);
+      const uint32_t at = buffer_address(buffer, r, threadIdx.x % 32);
       const uint4 v = load_shared128(at);
       const uint32_t word[4] = {v.x, v.y, v.z, v.w};
       uint32_t out[4];
@@ -561,7 +559,7 @@ __device__ __forceinline__ void sum_units(WarpSchedule<S>& schedule, RowLoader<l
         wait_for_copies<0>();
       if constexpr (S::kNorm && !S::kOneUnit) {
         typename RowLoader<left, S>::Gains gains;
-        gains.load(norm, schedule.unit, rows.depth);
+        gains.load(norm, schedule.unit);
         rows.normalize(norm, gains, buffer);
       }
       __syncwarp();
@@ -594,10 +592,11 @@ __device__ __forceinline__ void sum_units(WarpSchedule<S>& schedule, RowLoader<l
 // Slot: the four sums that one lane has of 16 columns and 8 rows, rows 2t and 2t + 1 of columns g and g + 8.
 template <Left left, class S, class ResultRows>
 struct EpilogueSlot {
+  static constexpr int kBiasRows = S::kResidual ? 2 : 1;
+
   const Args& a;
   ResultRows result_rows;
   int row, col;
-  static constexpr int kBiasRows = S::kResidual ? 2 : 1;
   float a_amax[2], b_amax[2];
   uint32_t bias_bits[2][kBiasRows];
   float alpha[2][2], bias[2][kBiasRows];  // [column][row]
@@ -625,6 +624,7 @@ struct EpilogueSlot {
                                          : amax_of(g.a, result_rows.first_row(rows) + min(row + i, rows - 1));
     }
   }
+  // The first amax again, which convert() does not read.
   static __device__ __forceinline__ float again(float amax) { return S::kResidual ? 0.0f : amax; }
   __device__ __forceinline__ uint32_t load_bias(int r, int c) const {
     const MatmulResult& result = a.g.result;
@@ -785,6 +785,7 @@ __device__ __forceinline__ void run_epilogue(const Args& a, const Work& work, ui
 //
 //   set-up      wait for the previous kernel, launch dependents
 //               first unit: rows of a -> registers, or by cp.async -> buffer; first group by cp.async -> ring
+//               [norm: squares of all rows -> factors of rows; a unit's rows are normalized in the buffer]
 //               alpha and bias of the thread's first slot -> epilogue_smem, while those are in flight
 //   mainloop    per unit of the warp (sum_units):
 //     wait for the rows; decode or permute them -> fragments of a, which stay in registers for all groups
@@ -825,7 +826,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) sm90_small_m_kernel(const _
   schedule.pin(), columns.pin(schedule);
   if constexpr (S::kNorm) {
     typename RowLoader<left, S>::Gains gains;  // of the first unit
-    gains.load(g.norm, has_unit ? schedule.unit : 0, rows.depth);
+    gains.load(g.norm, has_unit ? schedule.unit : 0);
     prefetch_epilogue<left, S>(a, work, epilogue_smem, [&] {
       rows.find_factors(g, row0, has_unit, work.ranks == 1, buffer, squares);
       if (S::kOneUnit && has_unit) {
