@@ -447,3 +447,24 @@ def test_matmul_in_shard_map_with_a_replicated_side(devices, left, implementatio
     multiply = (lambda x, b: product(quantize(x, ROW_SCALED), b)) if left == "nvfp4" else product
     got = jax.jit(jax.shard_map(multiply, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x")))(x, b)
     assert_bitwise(got, multiply(x, b))
+
+
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+def test_a_norm_and_a_residual_in_shard_map(devices, implementation):
+    """The norm is that of the rows of a device; where they are split along K, of its part."""
+    mesh, half = make_mesh(devices, "x"), jnp.bfloat16
+    a, (gain, epsilon), _, b = norm_operands(half, (M, N, K), half)
+    residual = normal((M, N))
+
+    def f(a, b, gain, residual):
+        return matmul_nt(
+            a, b, norm=(gain, epsilon), bias=residual, out_dtype=jnp.float32, implementation=implementation
+        )
+
+    rows = jax.shard_map(f, mesh=mesh, in_specs=(P("x"), P(), P(), P("x")), out_specs=P("x"))
+    assert_bitwise(jax.jit(rows)(a, b, gain, residual), f(a, b, gain, residual))
+    part = K // len(devices)
+    of_k = (P(None, "x"), NVFP4Tensor(P(None, "x"), P(None, "x"), P(), b.format), P("x"), P())
+    parts = jax.jit(jax.shard_map(lambda *of: f(*of)[None], mesh=mesh, in_specs=of_k, out_specs=P("x")))
+    first = NVFP4Tensor(b.data[:, : part // 2], b.scale[:, : part // 16], b.amax, b.format)
+    assert_bitwise(parts(a, b, gain, residual)[0], f(a[:, :part], first, gain[:part], residual))
