@@ -338,7 +338,7 @@ text = "the epsilon of norm must be a Python number that float32 holds, above 0,
 for epsilon in (0.0, -1e-5, 1e-50, 1e39, float("nan"), None, True):
     rule(f"{text}{epsilon!r}", matmul_nt, x, t(4, 32), norm=(gain, epsilon))
 rule(f"{text}an array float32 ()", matmul_nt, x, t(4, 32), norm=(gain, a()))
-OF_HANDLERS.append((with_shapes(matmul_call(CPU_ELEMENTS, dense=True), gain=(128,)), "takes no norm of these operands"))
+norm_of_cpu = with_shapes(matmul_call(CPU_ELEMENTS, dense=True), gain=(128,)), "takes no norm of these operands"
 rule(f"TypeError: out_dtype must be {FLOATS}, got float64", matmul_nt, t(8, 32), t(4, 32), out_dtype=jnp.float64)
 text = "implementation must be None, 'native'... or 'reference', got 'cuda'"
 rule(text, matmul_nt, t(8, 32), t(8, 32), implementation="cuda")

@@ -611,14 +611,13 @@ LLAMAS = {
 def test_angles_are_those_of_transformers(hugging_face, tmp_path, name):
     pytest.importorskip("torch", reason="transformers needs it")
     transformers = pytest.importorskip("transformers")
-    ropes = pytest.importorskip("transformers.modeling_rope_utils")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     from lm.model import angles
 
     declared = hugging_face.llama_config(small_llama(width=512)[0]) | LLAMAS[name]
     (tmp_path / "config.json").write_text(json.dumps(declared))
     config = transformers.LlamaConfig.from_pretrained(tmp_path)
-    kind = "llama3" if "rope_scaling" in declared else "default"
-    want, _ = ropes.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    want = llama.LlamaRotaryEmbedding(config).inv_freq
     np.testing.assert_allclose(angles(hugging_face.read_config(tmp_path)), want.numpy(), rtol=1e-5)
 
 

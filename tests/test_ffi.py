@@ -14,7 +14,7 @@ import pytest
 from calls import Array, Call, valid_calls, wrong_arrays, wrong_attrs
 from conftest import skip_or_fail
 from jax._src.dispatch import runtime_tokens
-from rules import OF_HANDLERS
+from rules import OF_HANDLERS, norm_of_cpu
 
 from jnvfp4 import NVFP4, ROW_SCALED, WINDOW64, matmul_nt, quantize
 from jnvfp4._native import load
@@ -104,6 +104,13 @@ def test_shapes_that_break_a_rule_together_are_refused(native, call, words):
     text = refusal(call)
     assert text is not None
     assert words in text
+
+
+def test_a_kernel_that_takes_no_norm_refuses_it(native):
+    if native.platform != "cpu":
+        pytest.skip("the kernel is the CPU's")
+    call, words = norm_of_cpu
+    assert words in refusal(call)
 
 
 def counts_random_bits(call: Call, attr: str) -> bool:

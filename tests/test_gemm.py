@@ -105,7 +105,7 @@ def test_the_pinned_order_has_the_bits_of_the_formula(backend, problem):
 
 
 @pytest.mark.parametrize("out", DTYPES.values(), ids=DTYPES)
-def test_a_kernel_that_takes_no_residual_makes_float32_sums(monkeypatch, out):
+def test_a_kernel_that_takes_no_residual_makes_float32_sums(cpu, monkeypatch, out):
     """As those of GPUs for many rows do; each type of result has a shape of its own, which nothing else compiles."""
     original = plans.plan_matmul
     monkeypatch.setattr(plans, "plan_matmul", lambda **problem: original(**problem)._replace(whole_bias=False))

@@ -231,7 +231,7 @@ def test_the_kernel_of_each_device():
     assert plan("float16", capability=0).kernel == "cpu_dense_elements"
     for capability in (80, 89, 100, 120):
         for left in ("nvfp4", "bfloat16"):
-            assert plan(left, capability) == ("decode_then_ragged_dot", 0, "")
+            assert plan(left, capability)[:3] == ("decode_then_ragged_dot", 0, "")
     assert plan(capability=90, kernel="decode_then_ragged_dot").reason == ""
 
 
@@ -239,13 +239,13 @@ def test_the_kernels_of_the_pinned_order():
     """The CPU's is the only one of a 16-bit left operand; without any, the text says what there is."""
     for left in ("nvfp4", "bfloat16"):
         assert plan(left, 0, pinned=True) == plan(left, 0)
-    assert plan(pinned=True)[::2] == ("sm90_nvfp4_pinned_grouped", "")
+    assert plan(pinned=True)[:3:2] == ("sm90_nvfp4_pinned_grouped", "")
     few = (16, 4, 128, 256)  # rows that the fast order multiplies without a list of tiles
     assert plan(shape=few, pinned=True).scratch_bytes > plan(shape=few).scratch_bytes == 0
     empty, full = (plan(shape=(3, groups, 128, 256), pinned=True) for groups in (300, 3))
     assert empty == full  # a group without rows has no tile
     for left, capability in (("bfloat16", 90), ("nvfp4", 80), ("nvfp4", 120), ("float16", None)):
-        assert plan(left, capability, pinned=True) == ("", 0, "no kernel multiplies these operands there")
+        assert plan(left, capability, pinned=True)[:3] == ("", 0, "no kernel multiplies these operands there")
     free = ("nvfp4", "sm90_nvfp4_grouped"), ("float16", "sm90_dense_grouped"), ("nvfp4", "decode_then_ragged_dot")
     for left, kernel in free:
         assert "its order of summation is not pinned" in plan(left, kernel=kernel, pinned=True).reason

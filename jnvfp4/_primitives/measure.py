@@ -62,10 +62,10 @@ def _local(p: MeasureParams, _backend: Backend, *operands: jax.Array) -> Sequenc
         error, norm = error * ratio, norm * ratio
     nonzero = (to_bits(blocks) & ABS) + ABS >> 31  # a carry: XLA compares with 0 in float32, where subnormals are 0
     flags = nonzero.astype(jnp.int32), (nonzero > 0) & (code == 0), value > limit
-    of_blocks = _sums([value.ndim - 1], *(flag.astype(jnp.int32) for flag in flags), error, norm)
-    subnormal = ((scale & 0x78 == 0) & (scale & 7 != 0)).astype(jnp.int32)[..., 0]
-    sums = _sums(range(p.keep, value.ndim - 1), *of_blocks[:-SUMS], subnormal, *of_blocks[-SUMS:])
-    return [jnp.stack([*sums[:-SUMS], blocks_seen], -1), jnp.stack(sums[-SUMS:], -1)]
+    subnormal = jnp.broadcast_to((scale & 0x78 == 0) & (scale & 7 != 0), value.shape)
+    of_rows = _sums([value.ndim - 2, value.ndim - 1], *(v.astype(jnp.int32) for v in (*flags, subnormal)), error, norm)
+    *counts, of_subnormal, error, norm = _sums(range(p.keep, value.ndim - 2), *of_rows)
+    return [jnp.stack([*counts, of_subnormal // BLOCK, blocks_seen], -1), jnp.stack([error, norm], -1)]
 
 
 def _some_rows(p: MeasureParams, part: jax.Array, axis: int) -> jax.Array:
