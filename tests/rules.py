@@ -207,7 +207,7 @@ rule(text, (quantize, quantize_pair, fake_quant), a(16, 32), implementation="cud
 rule(text, (dequantize, transpose), t(16, 32), implementation="cuda")
 rule("implementation must be", dequantize, t(16, 32), implementation=1)
 rule("transpose must be True or False, got 'no'", quantize, a(16, 64), transpose="no")
-rule("stats must be float32 of shape (3, 7)", linear, X, X, stats=a(3, 6))
+rule("stats must be float32 of shape (3, 7)... or of (32, 32) for X^T X", linear, a(8, 32), a(16, 32), stats=a(16, 16))
 rule("stats must be float32 of shape ... got bfloat16", linear, X, X, stats=a(3, 7, dtype=BF16))
 text = "TypeError: on must be True or False, got np.float32(1.0); a traced flag chooses by jax.lax.cond"
 rule(text, probe, np.float32(1))

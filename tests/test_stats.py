@@ -15,7 +15,18 @@ from jax.sharding import PartitionSpec as P
 from meshes import elements, make_mesh, put, run, shard
 
 import jnvfp4
-from jnvfp4 import NVFP4_2D, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, QuantizedWeight, Recipe, recipes, reference, stats
+from jnvfp4 import (
+    NVFP4_2D,
+    NVFP4_RHT,
+    NVFP4_RHT_SR,
+    NVFP4_SR,
+    QuantizedWeight,
+    Recipe,
+    calibration,
+    recipes,
+    reference,
+    stats,
+)
 from jnvfp4._core.softfloat import from_bits, to_bits
 from jnvfp4._layers import layer
 from jnvfp4._layers import stats as stats_of_layers
@@ -292,6 +303,25 @@ def test_devices_of_a_shard_map_are_calls(cpu):
     assert_counts(got, 8 * want(SMALL, x, w, dy))
 
 
+RECIPES = {"none": Recipe(None, None, None), "inference": recipes.inference(), "pretrain": recipes.DEFAULT}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("w", ["array", "frozen"])
+def test_the_hessian_of_a_layer(cpu, recipe, w):
+    """Of x before it is quantized; microbatches, scans and devices add theirs."""
+    x, dense, dy = operands(SMALL, 0)
+    if w == "frozen":
+        recipe, dense = recipes.inference(), [jnvfp4.quantize(of) for of in dense]
+    loss = lambda h, x: jnp.sum(jnvfp4.linear(x, dense[0], recipe, stats=h).astype(jnp.float32))  # noqa: E731
+    grad, zeros = jax.jit(jax.grad(loss)), jnp.zeros((64, 64))
+    np.testing.assert_array_equal(grad(zeros, x), calibration.hessian(x))
+    add = lambda total, of: (total + grad(zeros, of), None)  # noqa: E731
+    on_devices, *_ = placed("auto", x, dense, dy) if w == "array" else (x,)
+    for got in (jax.lax.scan(add, zeros, x)[0], grad(zeros, on_devices)):
+        np.testing.assert_allclose(got, calibration.hessian(x), rtol=1e-5, atol=1e-4)
+
+
 # ---------------------------------------------------------------- other layers and weights
 def statistics(f) -> stats.StepStats:
     return stats.read(jax.jit(jax.grad(f))(stats.probe()))
@@ -367,10 +397,30 @@ def test_sums_over_many_elements_do_not_drift(cpu):
 
 # ---------------------------------------------------------------- models, by the paths of their layers
 NEAREST = jnvfp4.Policy(default=recipes.DEFAULT, keep=())
+NOTHING = jnvfp4.Policy(default=Recipe(None, None, None), keep=())  # which reaches layers all the same
 
 
 def by_path(decisions):
     return {decision.path: stats.probe() for decision in decisions if decision.recipe is not None}
+
+
+def k_of(decision, has_nk=False):
+    """K of a layer's weights: Flax has [K, N], and the last layer of an attention sums over two axes."""
+    sums_heads = len(decision.shape) == 3 and decision.path.endswith("out")
+    return decision.shape[-1] if has_nk else int(np.prod(decision.shape[: 1 + sums_heads]))
+
+
+def check_hessians(loss, ks, known=()):
+    """Every layer has X^T X of its own inputs, which are known of some."""
+    found = jax.jit(jax.grad(loss))({path: jnp.zeros((k, k)) for path, k in ks.items()})
+    for path, h in found.items():
+        np.testing.assert_allclose(h, h.T, rtol=1e-5, atol=1e-5 * float(jnp.max(h)))
+        assert np.linalg.eigvalsh(np.asarray(h, np.float64))[-1] > 0, path
+    for path in found:
+        if path.endswith("query"):  # which multiplies what the keys' layer does
+            np.testing.assert_array_equal(found[path], found[path.removesuffix("query") + "key"])
+    for path, x in dict(known).items():
+        np.testing.assert_allclose(found[path], calibration.hessian(x), rtol=1e-5, atol=1e-5)
 
 
 def check_model(loss, probes):
@@ -396,11 +446,13 @@ def test_layers_of_linen_models():
     model = Transformer(layers=1)
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
 
-    def loss(probes):
-        with intercept(NEAREST), stats.collect(probes):
+    def loss(probes, policy=NEAREST):
+        with intercept(policy), stats.collect(probes):
             return jnp.sum(jnp.sin(model.apply(variables, TOKENS).astype(jnp.float32)))
 
-    check_model(loss, by_path(NEAREST.explain(model, TOKENS)))
+    decisions = NEAREST.explain(model, TOKENS)
+    check_model(loss, by_path(decisions))
+    check_hessians(partial(loss, policy=NOTHING), {d.path: k_of(d) for d in decisions})
 
 
 def test_layers_of_a_linen_scan_have_the_mean_of_their_statistics():
@@ -430,7 +482,7 @@ def test_layers_of_nnx_models(driven):
     from flax_models import TOKENS, NnxTransformer
 
     model = NnxTransformer(nnx.Rngs(0))
-    probes = by_path(NEAREST.explain(model))
+    decisions = NEAREST.explain(model)
     if driven:
         qwix = pytest.importorskip("qwix")
         from jnvfp4.qwix import Provider
@@ -444,21 +496,25 @@ def test_layers_of_nnx_models(driven):
         with stats.collect(probes):
             return jnp.sum(jnp.sin(nnx.merge(graph, state)(TOKENS).astype(jnp.float32)))
 
-    check_model(loss, probes)
+    check_model(loss, by_path(decisions))
+    check_hessians(loss, {d.path: k_of(d) for d in decisions})
 
 
 def test_layers_of_equinox_models():
     """Where a custom rule of vmap multiplies all tokens at once."""
     eqx = pytest.importorskip("equinox")
     mlp = eqx.nn.MLP(32, 32, 64, 1, key=KEY)
-    probes = by_path(NEAREST.explain(mlp))
-    mlp = jnvfp4.equinox.apply(mlp, NEAREST)
+    decisions, x = NEAREST.explain(mlp), jnp.linspace(-1, 2, 16 * 32).reshape(16, 32)
+    plain, mlp = (jnvfp4.equinox.apply(mlp, policy) for policy in (NOTHING, NEAREST))
 
-    def loss(probes):
+    def loss(probes, mlp=mlp):
         with stats.collect(probes):
-            return jnp.sum(jnp.sin(jax.vmap(mlp)(jnp.linspace(-1, 2, 16 * 32).reshape(16, 32))))
+            return jnp.sum(jnp.sin(jax.vmap(mlp)(x)))
 
-    check_model(loss, probes)
+    check_model(loss, by_path(decisions))
+    hidden = jax.nn.relu(x @ plain.layers[0].weight.T + plain.layers[0].bias)
+    known = {"layers/0": x, "layers/1": hidden}
+    check_hessians(partial(loss, mlp=plain), {d.path: k_of(d, has_nk=True) for d in decisions}, known)
 
 
 @pytest.mark.parametrize(

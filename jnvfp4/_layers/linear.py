@@ -80,7 +80,8 @@ def linear(
       w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
         magnitudes saturate. None finds it here. A w that is quantized already takes none.
       stats: a probe (``jnvfp4.stats.probe``), whose gradient is the statistics of the FP4 tensors of x,
-        w and dy in this call. None collects nothing.
+        w and dy in this call; or zeros, float32 [K, K], whose gradient is X^T X of x before it is quantized
+        (``jnvfp4.calibration.hessian``). None collects nothing.
 
     Returns:
       [..., N] of ``out_dtype``. The gradients have the dtypes of x, w and bias. The backward pass keeps the quantized

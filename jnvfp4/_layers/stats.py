@@ -17,6 +17,7 @@ from .._core.tensor import NVFP4Tensor, parts_of, with_scale_bytes
 from .._ops.arguments import Checks, describe
 from .._primitives._base import bind
 from .._primitives.measure import TINY, MeasureParams, measure_p
+from ..calibration import hessian
 from .quantizer import Pair, named
 
 OPERANDS = ("x", "w", "dy")  # rows of a probe
@@ -67,7 +68,8 @@ def collect(probes: Mapping[str, jax.Array | None]) -> Iterator[None]:
 
     Args:
       probes: what ``probe`` makes, by the paths of layers; those of ``Policy.explain``. Layers of other paths collect
-        nothing. The layers that a scan of the model runs have one path, and so the mean of their statistics.
+        nothing. The layers that a scan of the model runs have one path, and so the mean of their statistics. The
+        gradient of zeros, float32 [K, K], is X^T X of what a layer multiplies, before it is quantized.
 
     Raises:
       TypeError, ValueError: a path is no string, or a probe is none.
@@ -94,15 +96,17 @@ def probe_of(path: str | None) -> jax.Array | None:
     return None if probes is None or path is None else probes.get(path)
 
 
-def check_probe(check: Checks, name: str, value: object) -> jax.Array | None:
-    """Refuses what is no probe of one layer."""
+def check_probe(check: Checks, name: str, value: object, k: int | None = None) -> jax.Array | None:
+    """Refuses what is no probe of one layer; ``k`` is the K of its x, where that is known."""
     if value is None:
         return None
     array = check.array(name, value)
-    if array.shape != SHAPE or array.dtype != jnp.float32:
+    square = array.ndim == 2 and array.shape[0] == array.shape[1] and k in (None, array.shape[0])
+    if not (array.shape == SHAPE or square) or array.dtype != jnp.float32:
+        of_x = "[K, K]" if k is None else (k, k)
         raise ValueError(
-            f"{check.op}: {name} must be float32 of shape {SHAPE}, as jnvfp4.stats.probe makes it, got "
-            f"{array.dtype} of shape {array.shape}"
+            f"{check.op}: {name} must be float32 of shape {SHAPE}, as jnvfp4.stats.probe makes it, or of {of_x} for "
+            f"X^T X, got {array.dtype} of shape {array.shape}"
         )
     return array
 
@@ -131,13 +135,17 @@ class Made(NamedTuple):
 
 
 def forward(stats: jax.Array | None, x: Made, w: Made) -> jax.Array | None:
-    """Returns what the forward pass saves: the rows of x and w."""
-    return None if stats is None else named(jnp.stack([x.measured(), w.measured()]), True)
+    """Returns what the forward pass saves: the rows of x and w, or X^T X."""
+    if stats is None:
+        return None
+    return named(jnp.stack([x.measured(), w.measured()]) if stats.shape == SHAPE else hessian(x.array), True)
 
 
 def backward(saved: jax.Array | None, dy: Made) -> jax.Array | None:
     """Returns the gradient of the probe."""
-    return None if saved is None else jnp.concatenate([saved, dy.measured()[None]])
+    if saved is None or saved.shape != (SHAPE[0] - 1, SHAPE[1]):
+        return saved
+    return jnp.concatenate([saved, dy.measured()[None]])
 
 
 # ---------------------------------------------------------------- one tensor
