@@ -518,6 +518,8 @@ rule(text, dot_general, a(16, 32), a(16, 48), LAST)
 rule("K must be a multiple of 16", dot_general, a(16, 20), a(16, 20), LAST)
 text = "contracting (1,) and batch (1,) axes must be distinct axes of lhs"
 rule(text, dot_general, *two, (((1,), (1,)), ((1,), (1,))))
+batched = a(2, 16, 32), a(2, 16, 32), (((2,), (2,)), ((0,), (0,)))
+rule("stats must have shape (3, 7) with batch axes, got (32, 32)", dot_general, *batched, stats=a(32, 32))
 text = "batch axes must have the same sizes, got axes (0,) of lhs.shape=(2, 16, 32) and axes (0,) of rhs"
 rule(text, dot_general, a(2, 16, 32), a(3, 16, 32), batch)
 text = f"TypeError: preferred_element_type must be {FLOATS}, got int32"

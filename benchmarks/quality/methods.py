@@ -28,7 +28,10 @@ def bf16_product(x: Array, w: Array) -> Array:
 
 
 def hot_channels(count: int) -> Method:
-    """Leaves the channels of most energy in the batch in bfloat16: a skinny second product in all three GEMMs."""
+    """Leaves the channels of most energy in the batch in bfloat16: a skinny second product in all three GEMMs.
+
+    All tokens of the batch choose them, in validation, too: a decoder would need channels that are chosen before.
+    """
 
     def of_recipe(recipe: Recipe) -> Linear:
         def linear(x: Array, w: Array, key: Array, name: str) -> Array:
@@ -47,7 +50,7 @@ def without_mean(axes: tuple[int, ...]) -> Method:
     """Quantizes x without its mean m over tokens (Averis, arXiv 2603.10444): y = Q(x - m) Q(w)^T + m w^T.
 
     So the gradient of w is Q(dy)^T Q(x - m), and the sum of dy over tokens times m. ``axes`` are those of the mean of
-    x [sequences, tokens, K].
+    x [sequences, tokens, K], which has later tokens, too: a decoder would need a stored mean.
     """
 
     def of_recipe(recipe: Recipe) -> Linear:

@@ -24,6 +24,8 @@ from lm.model import Linear, Tree, activate, converted_linear, cross_entropy, em
 
 # Linear layers
 
+FEW = 16  # rows of a GEMM that adds a residual itself on Hopper
+
 
 def row_scaled_linear(x: Array, w: NVFP4Tensor, key: Array, name: str) -> Array:
     """Quantizes x, an amax for each token, and multiplies it by w^T; key and name are unused."""
@@ -45,15 +47,15 @@ def calibrated_linear(x: Array, w: Calibrated, key: Array, name: str) -> Array:
 def on_rows(linear: Linear) -> Callable[..., Array]:
     """Returns the layer for x [batch, tokens, K], which multiplies all tokens of the batch by one GEMM.
 
-    It multiplies the norm of x where it is given (gain, epsilon), and adds a residual. The GEMM of an x that is not
-    quantized does both itself.
+    It multiplies the norm of x where it is given (gain, epsilon), and adds a residual. The GEMM of few rows of an x
+    that is not quantized does both itself.
     """
 
     def joined(
         x: Array, w: Any, key: Array, name: str, norm: tuple[Array, float] | None = None, residual: Array | None = None
     ) -> Array:
         rows, added = x.reshape(-1, x.shape[-1]), None if residual is None else residual.reshape(-1, residual.shape[-1])
-        if linear is converted_linear and is_quantized(w):
+        if linear is converted_linear and is_quantized(w) and rows.shape[0] <= FEW:
             y = jnvfp4.matmul_nt(rows, w, norm=norm, bias=added, out_dtype=x.dtype)
         else:
             y = linear(rows if norm is None else rms_norm(rows, *norm), w, key, name)

@@ -20,7 +20,7 @@ from .gather import as_pair
 from .keys import check_path, key_of_product
 from .layer import Call, multiply
 from .linear import Dense
-from .stats import probe_of
+from .stats import SHAPE, probe_of
 from .weights import LayerChecks, QuantizedWeight, WeightAxes, Weights
 
 
@@ -137,6 +137,8 @@ def contract(
     if options.pad is not None:
         x, w = padded(x, w, w_axes, *recipe.units_of(options.pad))
     if lb:  # each matrix of x [B, M, K] and its own of w have a key of their own
+        if options.stats is not None and getattr(options.stats, "shape", SHAPE) != SHAPE:
+            raise ValueError(f"{call.op}: stats must have shape {SHAPE} with batch axes, got {options.stats.shape}")
         key = call.needed_key(options.key)
         keys = None if key is None else jax.random.split(key, x.shape[0])
 

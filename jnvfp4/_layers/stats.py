@@ -69,7 +69,8 @@ def collect(probes: Mapping[str, jax.Array | None]) -> Iterator[None]:
     Args:
       probes: what ``probe`` makes, by the paths of layers; those of ``Policy.explain``. Layers of other paths collect
         nothing. The layers that a scan of the model runs have one path, and so the mean of their statistics. The
-        gradient of zeros, float32 [K, K], is X^T X of what a layer multiplies, before it is quantized.
+        gradient of zeros, float32 [K, K], is X^T X of what a layer multiplies, before it is quantized, and the sum over
+        layers of one path. K is padded where the layer pads, and several axes of K have the order of w's.
 
     Raises:
       TypeError, ValueError: a path is no string, or a probe is none.

@@ -129,7 +129,7 @@ class Checks:
         if not (isinstance(norm, tuple) and len(norm) == 2):
             raise ValueError(f"{self.op}: norm must be None or a pair (gain, epsilon), got {describe(norm)}")
         gain, epsilon = norm
-        known = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+        known = isinstance(epsilon, int | float | np.floating) and not isinstance(epsilon, bool)
         least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
         if not (known and least <= epsilon <= most):
             raise ValueError(
