@@ -15,7 +15,7 @@ from jax import Array, lax
 import jnvfp4
 from jnvfp4 import QuantSpec, Recipe
 from lm.config import Config
-from lm.model import Linear, Tree, stacks
+from lm.model import Linear, Tree, stacks, with_gradients
 
 Method = Callable[[Recipe], Linear]
 
@@ -69,24 +69,14 @@ def two_tensors(recipe: Recipe) -> Linear:
     assert recipe.fprop is not None
     spec = recipe.fprop.x
     assert spec is not None
-    forward, gradients = replace(recipe, dgrad=None, wgrad=None), replace(recipe, fprop=None)
+    forward = replace(recipe, dgrad=None, wgrad=None)
 
-    @jax.custom_vjp
-    def product(x: Array, w: Array, key: Array) -> Array:
+    def multiply(x: Array, w: Array) -> Array:
         left = x - jnvfp4.fake_quant(x, spec).astype(x.dtype)
         first, second = (jnvfp4.linear(part, w, forward, out_dtype=jnp.float32) for part in (x, left))
         return (first + second).astype(x.dtype)
 
-    def saving(x: Array, w: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        return product(x, w, key), (x, w, key)
-
-    def backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
-        x, w, key = saved
-        _, pull = jax.vjp(lambda x, w: jnvfp4.linear(x, w, gradients, key=key), x, w)  # XLA drops the unused y
-        return *pull(dy), None
-
-    product.defvjp(saving, backward)
-    return lambda x, w, key, name: product(x, w, key)
+    return with_gradients(recipe, multiply)
 
 
 # ---------------------------------------------------------------- oscillating weights

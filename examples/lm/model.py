@@ -72,14 +72,19 @@ def bf16_forward(recipe: Recipe) -> Linear:
 
     ``jnvfp4.linear`` with ``fprop=None`` computes y from w as it is: from float32 weights in float32, which is slow.
     """
+    return with_gradients(recipe, _product)
+
+
+def with_gradients(recipe: Recipe, multiply: Callable[[Array, Array], Array]) -> Linear:
+    """Returns a linear layer whose y is that of ``multiply``, while gradients follow the recipe."""
     gradients = replace(recipe, fprop=None)
 
     @jax.custom_vjp
     def product(x: Array, w: Array, key: Array) -> Array:
-        return _product(x, w)
+        return multiply(x, w)
 
     def forward(x: Array, w: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        return _product(x, w), (x, w, key)
+        return multiply(x, w), (x, w, key)
 
     def backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
         x, w, key = saved

@@ -192,8 +192,6 @@ def multiply(
     call.dtype_of_x(x)
     n, k = products.n_and_k(call, x, w)
     probe = statistics.check_probe(call, "stats", stats, None if sizes is not None else k)
-    if probe is not None and sizes is not None and probe.shape != statistics.SHAPE:
-        raise ValueError(f"{call.op}: stats must have shape {statistics.SHAPE}, got {probe.shape}")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"{call.op}: bias must have shape (N,)=({n},), got {bias.shape}")
     if sizes is not None:

@@ -81,7 +81,7 @@ def collect(probes: Mapping[str, jax.Array | None]) -> Iterator[None]:
     for path, value in probes.items():
         if not isinstance(path, str):
             raise TypeError(f"collect: probes must have strings for paths, got {path!r}")
-        check_probe(check, f"probes[{path!r}]", value)
+        check_probe(check, f"probes[{path!r}]", value, k=max(getattr(value, "shape", ()), default=None))
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(dict(probes)))
     with _trace_of_probes(object()) if traced else nullcontext():
         token = _probes.set(probes)
@@ -97,17 +97,16 @@ def probe_of(path: str | None) -> jax.Array | None:
     return None if probes is None or path is None else probes.get(path)
 
 
-def check_probe(check: Checks, name: str, value: object, k: int | None = None) -> jax.Array | None:
-    """Refuses what is no probe of one layer; ``k`` is the K of its x, where that is known."""
+def check_probe(check: Checks, name: str, value: object, k: int | None) -> jax.Array | None:
+    """Refuses what is no probe of one layer; ``k`` is the K of its x, or None where there is no X^T X."""
     if value is None:
         return None
     array = check.array(name, value)
-    square = array.ndim == 2 and array.shape[0] == array.shape[1] and k in (None, array.shape[0])
-    if not (array.shape == SHAPE or square) or array.dtype != jnp.float32:
-        of_x = "[K, K]" if k is None else (k, k)
+    if array.shape not in (SHAPE, (k, k)) or array.dtype != jnp.float32:
+        or_square = "" if k is None else f" or of {k, k} for X^T X,"
         raise ValueError(
-            f"{check.op}: {name} must be float32 of shape {SHAPE}, as jnvfp4.stats.probe makes it, or of {of_x} for "
-            f"X^T X, got {array.dtype} of shape {array.shape}"
+            f"{check.op}: {name} must be float32 of shape {SHAPE}, as jnvfp4.stats.probe makes it,{or_square} got "
+            f"{array.dtype} of shape {array.shape}"
         )
     return array
 
