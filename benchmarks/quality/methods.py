@@ -15,7 +15,7 @@ from jax import Array, lax
 import jnvfp4
 from jnvfp4 import QuantSpec, Recipe
 from lm.config import Config
-from lm.model import Linear, Tree, stacks, with_gradients
+from lm.model import Linear, Tree, stacks, trained_bf16_linear, with_gradients
 
 Method = Callable[[Recipe], Linear]
 
@@ -36,10 +36,11 @@ def hot_channels(count: int) -> Method:
     def of_recipe(recipe: Recipe) -> Linear:
         def linear(x: Array, w: Array, key: Array, name: str) -> Array:
             energy = jnp.mean(jnp.square(lax.stop_gradient(x).astype(jnp.float32)), tuple(range(x.ndim - 1)))
-            _, hot = lax.top_k(energy, count)
-            cold = jnp.where(jnp.zeros(x.shape[-1], bool).at[hot].set(True), jnp.zeros((), x.dtype), x)
-            y = jnvfp4.linear(cold, w, recipe, key=key, out_dtype=jnp.float32)
-            return (y + bf16_product(x[..., hot], w[:, hot])).astype(x.dtype)
+            # A GEMM by ones and zeros chooses exactly, and its gradient is one too: no scatter.
+            chosen = jax.nn.one_hot(lax.top_k(energy, count)[1], x.shape[-1], dtype=x.dtype)
+            hot, hot_w = x @ chosen.T, jnp.matmul(w, chosen.T.astype(w.dtype), precision="highest")
+            cold = jnp.where(jnp.any(chosen, axis=0), jnp.zeros((), x.dtype), x)
+            return jnvfp4.linear(cold, w, recipe, key=key) + trained_bf16_linear(hot, hot_w, key, name)
 
         return linear
 
