@@ -159,8 +159,8 @@ def block(
         return multiply(x, layer[name], unused, name, of_x, residual)
 
     qkv = product("qkv", x, norm="attention_norm").reshape(*x.shape[:2], -1, config.head_dim)
-    q, k, v = jnp.split(qkv, [config.heads, config.heads + config.kv_heads], axis=2)
-    q, k = (rotate(part, config, positions) for part in (q, k))
+    rotated, v = jnp.split(qkv, [config.heads + config.kv_heads], axis=2)
+    q, k = jnp.split(rotate(rotated, config, positions), [config.heads], axis=2)  # one small kernel, not two
     mixed, cache = attend(q, k, v, cache, positions)
     x = product("attention_out", mixed, residual=x)
     hidden = activate(product("mlp_up", x, norm="mlp_norm"), config)
