@@ -116,10 +116,13 @@ ffi::Error matmul_call(ffi::AnyBuffer a, ffi::AnyBuffer a_scale, ffi::AnyBuffer 
   const std::string error = kMatmulKernels.adapt(kernel, problem, kDevice(), count_of(*scratch), &kernel);
   if (!check.that(error.empty(), [&] { return error; })) return check.error();
   const auto& row = *kMatmulKernels.find(kernel);
-  check.that(!args.result.whole_bias || row.takes_whole_bias(problem),
-             [&] { return std::string(kernel) + " takes no bias of the shape of the result for these operands"; });
-  check.that(!args.norm.gain || row.takes_norm(problem),
-             [&] { return std::string(kernel) + " takes no norm of these operands"; });
+  check.that(!args.result.whole_bias || row.takes_whole_bias(problem), [&] {
+    return std::string(kernel) +
+           " takes no bias of the shape of the result for these operands; lower the program again for this device";
+  });
+  check.that(!args.norm.gain || row.takes_norm(problem), [&] {
+    return std::string(kernel) + " takes no norm of these operands; lower the program again for this device";
+  });
   return check.ok() ? kRun(context, args, kernel, scratch->untyped_data()) : check.error();
 }
 
