@@ -145,6 +145,23 @@ def test_a_mean_that_is_split_off_is_not_quantized(methods, model, axes):
     assert split[1] == plain[1]
 
 
+def test_gradients_by_eden_have_no_bias(methods):
+    """The mean over many keys comes as near as independent errors do, and one is nearer than stochastic rounding."""
+    keys, (a, b) = jax.random.split(jax.random.key(1), 64), jax.random.t(jax.random.key(0), 3.0, (2, 48, 256))
+    exact = np.asarray(a @ b.T)
+    found = np.asarray(jax.jit(jax.vmap(lambda key: methods.eden_product(a, b, key)))(keys))
+
+    def error(of):
+        return np.linalg.norm(of - exact) / np.linalg.norm(exact)
+
+    single = error(found[0])
+    assert error(found.mean(0)) < 1.3 * single / len(keys) ** 0.5
+    q = [jnvfp4.fake_quant(x, jnvfp4.NVFP4_SR_UNBIASED, key=key) for x, key in zip((a, b), keys, strict=False)]
+    assert single < 0.8 * error(np.asarray(q[0] @ q[1].T))
+    rounded = jax.vmap(methods.stochastic_e4m3, (None, 0))(jnp.array([2.0**-9, 1.3, 300.0, 448.0]), keys)
+    assert (rounded == rounded.astype(jnp.float8_e4m3fn).astype(jnp.float32)).all()
+
+
 def test_weights_that_oscillate_are_reset(methods):
     """One weight crosses a boundary of quantized values in every step, one moves steadily, one rests."""
     config = small_config(steps=1000)

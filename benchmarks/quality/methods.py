@@ -4,12 +4,15 @@ Each takes a recipe and returns the product of the linear layers. Their gradient
 recipe's where ``jnvfp4.linear`` multiplies, in bfloat16 or float32 elsewhere.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import scipy.linalg  # type: ignore[import-untyped]
 from jax import Array, lax
 
 import jnvfp4
@@ -78,6 +81,89 @@ def two_tensors(recipe: Recipe) -> Linear:
         return (first + second).astype(x.dtype)
 
     return with_gradients(recipe, multiply)
+
+
+# ---------------------------------------------------------------- gradients by MS-EDEN
+
+ROTATED, EDEN_SCALE, EDEN_MAX = 128, 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813)
+
+
+class Rotated(NamedTuple):
+    """Holds what MS-EDEN makes of an array: numbers of few bits, exact in TF32, and what they are multiples of."""
+
+    values: Array
+    scale: Array
+
+
+def nearest_e2m1(x: Array) -> Array:
+    """Rounds to E2M1 numbers, ties to even codes, and clips."""
+    size = jnp.abs(x)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    return jnp.sign(x) * jnp.minimum(jnp.round(size / step) * step, 6.0)
+
+
+def stochastic_e4m3(x: Array, key: Array) -> Array:
+    """Rounds positive numbers to E4M3 numbers stochastically."""
+    step = jnp.exp2(jnp.maximum(jnp.floor(jnp.log2(jnp.maximum(x, 2.0**-9))), -6.0) - 3)
+    return jnp.minimum(jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step, 448.0)
+
+
+def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
+    """Quantizes [..., K], rotated in groups of 128 (or what divides K), so that its mean over signs and keys is x.
+
+    Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
+    the codes on each group then gives its error back to the block scales, which are rounded stochastically.
+    """
+    size = signs.shape[0]
+    hadamard = jnp.asarray(scipy.linalg.hadamard(size), jnp.float32) * signs
+    groups = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], -1, size)
+    turned = jnp.einsum("...k,jk->...j", groups, hadamard) * size**-0.5
+    blocks = turned.reshape(*turned.shape[:-1], -1, 16)
+    amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+    largest = jnp.max(amax)
+    scale = jnp.where(largest > 0, largest, 1.0) / EDEN_MAX * (EDEN_SCALE / 6)
+    of_block = (amax * (EDEN_SCALE / 6) / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    of_block = jnp.where(of_block == 0, 1.0, of_block)
+    scaled = blocks / (of_block * scale)
+    codes = nearest_e2m1(scaled)
+    whole, along = (jnp.sum(scaled * part, axis=(-2, -1), keepdims=True) for part in (scaled, codes))
+    of_block = stochastic_e4m3(of_block * jnp.where(along > 0, whole / jnp.where(along > 0, along, 1.0), 1.0), key)
+    return Rotated((codes * of_block).reshape(x.shape), scale)
+
+
+def eden_product(a: Array, b: Array, key: Array) -> Array:
+    """Multiplies [M, K] by [N, K]^T, both by MS-EDEN with the same signs. -> float32"""
+    of_signs, of_a, of_b = jax.random.split(key, 3)
+    signs = jax.random.rademacher(of_signs, (math.gcd(ROTATED, a.shape[-1]),), jnp.float32)
+    left, right = ms_eden(a, signs, of_a), ms_eden(b, signs, of_b)
+    return left.values @ right.values.T * (left.scale * right.scale)
+
+
+def eden(recipe: Recipe) -> Linear:
+    """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN."""
+    assert recipe.fprop is not None
+    x_spec, w_spec = recipe.fprop
+    assert x_spec is not None
+    assert w_spec is not None
+    forward = replace(recipe, dgrad=None, wgrad=None)
+
+    @jax.custom_vjp
+    def product(x: Array, w: Array, key: Array) -> Array:
+        return jnvfp4.linear(x, w, forward)
+
+    def save(x: Array, w: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+        return product(x, w, key), (x, w, key)
+
+    def pull(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+        x, w, key = saved
+        of_dx, of_dw = jax.random.split(key)
+        rows, tokens = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = eden_product(rows, jnvfp4.fake_quant(w, w_spec).T, of_dx)
+        dw = eden_product(rows.T, jnvfp4.fake_quant(tokens, x_spec).T, of_dw)
+        return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype), None
+
+    product.defvjp(save, pull)
+    return lambda x, w, key, name: product(x, w, key)
 
 
 # ---------------------------------------------------------------- oscillating weights

@@ -25,7 +25,7 @@ from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized
 from lm.train import adamw, init_optimizer, learning_rate
 
 from .corpus import Corpus
-from .methods import Method, hot_channels, reset_oscillating, two_tensors, watched, without_mean
+from .methods import Method, eden, hot_channels, reset_oscillating, two_tensors, watched, without_mean
 
 BRANCH = 0.9  # of the steps: where a run continues another way
 VALIDATIONS = 10  # of a run
@@ -90,6 +90,7 @@ ARMS = {
     "row_x_search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(ROW_FOUR_OVER_SIX, SEARCH)), seeds=3),
     "hot_16": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(16)),
     "hot_64": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(64)),
+    "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden),
     "mean_of_batch": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((0, 1))),
     "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
     "hot_64_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True, seeds=3, method=hot_channels(64)),
