@@ -254,9 +254,13 @@ class Trainer:
         trunk = ARMS[name].branch_of
         if not trunk:
             return None
-        found = self._restored(trunk, seed, branch_step(self.config))
+        step = branch_step(self.config)
+        found = self._restored(trunk, seed, step)
         if found is None:
-            raise ValueError(f"{name} continues {trunk}: train that with seed {seed} first, in the same folder")
+            raise ValueError(
+                f"{name} continues {trunk}: train that with seed {seed} first, in the same folder, or in another if "
+                f"it ended before there was {name}; {self.path(trunk, seed)} has no checkpoint after step {step}"
+            )
         run, params, state = found
         return replace(run, arm=name, seconds=0.0, timed_steps=0), params, state
 
