@@ -46,6 +46,7 @@ class Arm:
       seeds: how many runs it should have.
       method: what the recipe's layers do instead of what ``jnvfp4.linear`` does.
       resets: the spec by which oscillating weights are found and quantized; None leaves them.
+      decay: of weights, times the learning rate.
     """
 
     recipe: Recipe | None
@@ -54,6 +55,7 @@ class Arm:
     seeds: int = 4
     method: Method | None = None
     resets: QuantSpec | None = None
+    decay: float = 0.1
 
     def linears(self, layers: int) -> list[Linear]:
         """Returns the product of each block."""
@@ -90,6 +92,8 @@ ARMS = {
     "row_x_search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(ROW_FOUR_OVER_SIX, SEARCH)), seeds=3),
     "hot_16": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(16)),
     "hot_64": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(64)),
+    "bf16_decay": Arm(None, seeds=3, decay=0.3),
+    "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
     "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden),
     "mean_of_batch": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((0, 1))),
     "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
@@ -168,7 +172,7 @@ class Trainer:
             batch = tokens[starts[:, None] + jnp.arange(config.seq + 1)]
             loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, linears, rounding)
             before, watch = params, state.get("watched")
-            params, state = adamw(params, grads, state, learning_rate(state["step"], config))
+            params, state = adamw(params, grads, state, learning_rate(state["step"], config), arm.decay)
             if arm.resets is not None:
                 params, watch = reset_oscillating(before, params, watch, state["step"], config, arm.resets)
                 state |= {"watched": watch}

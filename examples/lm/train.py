@@ -48,9 +48,9 @@ def init_optimizer(params: Tree, recipe: Recipe | None = None) -> Tree:
     return state | {"amax": amaxes(params)} if recipe is not None and recipe.takes_weight_amax else state
 
 
-def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float) -> tuple[Tree, Tree]:
+def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float, decay: float = 0.1) -> tuple[Tree, Tree]:
     """Takes one step of AdamW, with the gradient clipped to norm 1; returns the new weights and optimizer state."""
-    beta1, beta2, decay = 0.9, 0.95, 0.1
+    beta1, beta2 = 0.9, 0.95
     step = state["step"] + 1
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads)
