@@ -154,15 +154,15 @@ ARMS = (
     "bf16", "plain", "pretrain", "pretrain_unbiased", "pretrain_4over6", "4over6_ends_bf16", "4over6_ends_bf16_ending",
     "rl", "backward_only", "pretrain_no_rht", "pretrain_no_sr", "row_scaled", "pretrain_ends_bf16",
 )  # fmt: skip
-METHODS = {  # of the literature or our own, and by what part of its gap a paper's whole system is closer to bfloat16
+METHODS = {  # by arm, what it is, and the part of the gap that its paper says it closes
     "pretrain_4over6": "",
-    "resets": "TetraJet-v2, with more: 51 %",
-    "row_x_search_w": "ours",
-    "mean_of_batch": "Averis: 42 %, 26 %",
-    "mean_of_sequence": "ours",
-    "hot_16": "CHON, with more: 38 %",
-    "hot_64": "",
-    "two_tensors_ending": "ours",
+    "resets": "OsciReset of [TetraJet-v2](https://arxiv.org/abs/2510.27527): 51 % with its other methods",
+    "row_x_search_w": "x row-scaled 4over6, block scales of w searched",
+    "mean_of_batch": "x without its mean over the batch ([Averis](https://arxiv.org/abs/2603.10444): 42, 26 %)",
+    "mean_of_sequence": "x without its mean over each sequence",
+    "hot_16": "16 channels in bfloat16 ([CHON](https://arxiv.org/abs/2602.02047): 38 % with its other methods)",
+    "hot_64": "64 channels in bfloat16",
+    "two_tensors_ending": "x as two NVFP4 tensors in the last tenth of the steps",
 }  # fmt: skip
 
 
@@ -202,13 +202,13 @@ def pretraining() -> Iterable[Cells]:
 
 
 def methods() -> Iterable[Cells]:
-    gap = fmean(percent("pretrain_4over6", file="methods"))
-    for arm, paper in METHODS.items():
-        loss = list(losses(arm, "methods").values())
-        change = percent(arm, "pretrain_4over6", "methods")
-        closed = "" if arm == "pretrain_4over6" else f"{-100 * fmean(change) / gap:.0f} %"
+    base, plain = losses("bf16", "methods"), losses("pretrain_4over6", "methods")
+    for arm, what in METHODS.items():
+        loss = losses(arm, "methods")
+        closed = [100 * (plain[seed] - of_seed) / (plain[seed] - base[seed]) for seed, of_seed in loss.items()]
         of_arm = (above(arm, other, "methods") for other in ("bf16", "pretrain_4over6"))
-        yield arm, str(len(loss)), f"{fmean(loss):.4f}", *of_arm, closed, paper
+        shown = "" if arm == "pretrain_4over6" else f"{fmean(closed):.0f} ± {stdev(closed) / len(closed) ** 0.5:.0f}"
+        yield arm, what, str(len(loss)), *of_arm, shown
 
 
 def quantized_cells(rows: Sequence[Mapping[str, Any]]) -> Iterable[Cells]:
@@ -226,7 +226,7 @@ def quantized_cells(rows: Sequence[Mapping[str, Any]]) -> Iterable[Cells]:
         yield [row["quantized"], row["method"], *of_sizes, shown(closed.get("all"), ".1f")]
 
 
-# Of the rows of a table with these in their names, the file alone has those.
+# Rows whose names begin with these are in the file alone.
 UNSHOWN = ("16x16", "window64", "row-scaled 4over6 x by squares", "row-scaled 4over6 x, weighted", "search, squares")
 
 
@@ -283,7 +283,7 @@ def summary() -> Iterable[Cells]:
     yield "GEMM with 4-bit weights, M up to 8; 16 to 64; 128 and more", gemm
     yield "`quantize`, 16384 x 6144", f"{quantizer:.1f}x as fast as the same in jitted `jax.numpy`"
     yield (
-        "decoding Llama 3 8B sizes, batch 1; 32k tokens, NVFP4 KV cache",
+        "decoding Llama 3 8B sizes: one sequence; 8 of 32k tokens, NVFP4 KV cache",
         f"{decoding:.1f}x; {with_cache:.1f}x as fast",
     )
     yield "training step, 86M parameters", f"{slower}x slower: Hopper has no FP4 tensor cores"
@@ -314,7 +314,7 @@ TABLES = {
         "arm | seeds | validation loss | above bf16, % | in nats | above pretrain, % | ms a step", pretraining
     ),
     "methods": Table(
-        "arm | seeds | validation loss | above bf16, % | above pretrain_4over6, % | gap closed | in its paper", methods
+        "arm | what it is; in its paper | seeds | above bf16, % | above pretrain_4over6, % | gap closed, %", methods
     ),
     "quantized": Table(
         "quantized | method | 4.8 M: above bf16, % | closed, % | 12.4 M: above bf16, % | closed, % | both: closed, %",

@@ -119,13 +119,14 @@ def error_and_gradients(linear, scale):
 
 def test_methods_have_lower_errors_than_the_recipe(methods, model):
     scale = jnp.ones(64).at[jnp.array([3, 17])].set(40.0)
-    plain, hot, all_hot, two = (
+    plain, hot, all_hot, two, eden = (
         error_and_gradients(of, scale)
         for of in (
             model.quantized_linear(RECIPE),
             methods.hot_channels(2)(RECIPE),
             methods.hot_channels(64)(RECIPE),
             methods.two_tensors(RECIPE),
+            methods.eden(RECIPE),
         )
     )
     assert hot[0] < 0.8 * plain[0]  # y
@@ -133,6 +134,8 @@ def test_methods_have_lower_errors_than_the_recipe(methods, model):
     assert max(all_hot) < 0.01
     assert two[0] < 0.8 * plain[0]
     assert two[1:] == plain[1:]  # gradients are the recipe's
+    assert eden[0] == plain[0]
+    assert max(eden[1:]) < 0.2
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1,)])
@@ -158,7 +161,9 @@ def test_gradients_by_eden_have_no_bias(methods):
     assert error(found.mean(0)) < 1.3 * single / len(keys) ** 0.5
     q = [jnvfp4.fake_quant(x, jnvfp4.NVFP4_SR_UNBIASED, key=key) for x, key in zip((a, b), keys, strict=False)]
     assert single < 0.8 * error(np.asarray(q[0] @ q[1].T))
-    rounded = jax.vmap(methods.stochastic_e4m3, (None, 0))(jnp.array([2.0**-9, 1.3, 300.0, 448.0]), keys)
+    rounded = jax.vmap(methods.stochastic_e4m3, (None, 0))(
+        jnp.array([2.0**-9, 1.3, 2.0, np.nextafter(np.float32(2), 3), 300.0, 448.0]), keys
+    )
     assert (rounded == rounded.astype(jnp.float8_e4m3fn).astype(jnp.float32)).all()
 
 

@@ -1,7 +1,7 @@
 """Methods of the literature that change how a recipe's layers are trained, in jnp around public functions.
 
 Each takes a recipe and returns the product of the linear layers. Their gradients are those of what is written here: the
-recipe's where ``jnvfp4.linear`` multiplies, in bfloat16 or float32 elsewhere.
+recipe's where ``jnvfp4.linear`` multiplies, in bfloat16 or float32 elsewhere; ``eden`` has its own.
 """
 
 import math
@@ -104,12 +104,13 @@ def nearest_e2m1(x: Array) -> Array:
 
 def stochastic_e4m3(x: Array, key: Array) -> Array:
     """Rounds positive numbers to E4M3 numbers stochastically."""
-    step = jnp.exp2(jnp.maximum(jnp.floor(jnp.log2(jnp.maximum(x, 2.0**-9))), -6.0) - 3)
+    _, exponent = jnp.frexp(x)  # exact: x is less than 2^exponent
+    step = jnp.ldexp(jnp.ones_like(x), jnp.maximum(exponent - 1, -6) - 3)
     return jnp.minimum(jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step, 448.0)
 
 
 def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
-    """Quantizes [..., K], rotated in groups of 128 (or what divides K), so that its mean over signs and keys is x.
+    """Quantizes [..., K], rotated in groups of 128 (or what divides K). Its mean over signs and keys is nearly x.
 
     Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
     the codes on each group then gives its error back to the block scales, which are rounded stochastically.
