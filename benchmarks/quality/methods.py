@@ -18,7 +18,7 @@ from jax import Array, lax
 import jnvfp4
 from jnvfp4 import QuantSpec, Recipe
 from lm.config import Config
-from lm.model import Linear, Tree, stacks, trained_bf16_linear, with_gradients
+from lm.model import Linear, Tree, stacks, trained_bf16_linear, with_gradients, with_pull
 
 Method = Callable[[Recipe], Linear]
 
@@ -128,7 +128,7 @@ def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
     scaled = blocks / (of_block * scale)
     codes = nearest_e2m1(scaled)
     whole, along = (jnp.sum(scaled * part, axis=(-2, -1), keepdims=True) for part in (scaled, codes))
-    of_block = stochastic_e4m3(of_block * jnp.where(along > 0, whole / jnp.where(along > 0, along, 1.0), 1.0), key)
+    of_block = stochastic_e4m3(of_block * whole / jnp.where(along > 0, along, 1.0), key)
     return Rotated((codes * of_block).reshape(x.shape), scale)
 
 
@@ -148,23 +148,14 @@ def eden(recipe: Recipe) -> Linear:
     assert w_spec is not None
     forward = replace(recipe, dgrad=None, wgrad=None)
 
-    @jax.custom_vjp
-    def product(x: Array, w: Array, key: Array) -> Array:
-        return jnvfp4.linear(x, w, forward)
-
-    def save(x: Array, w: Array, key: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-        return product(x, w, key), (x, w, key)
-
-    def pull(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
-        x, w, key = saved
+    def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
         of_dx, of_dw = jax.random.split(key)
         rows, tokens = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = eden_product(rows, jnvfp4.fake_quant(w, w_spec).T, of_dx)
         dw = eden_product(rows.T, jnvfp4.fake_quant(tokens, x_spec).T, of_dw)
-        return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype), None
+        return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 
-    product.defvjp(save, pull)
-    return lambda x, w, key, name: product(x, w, key)
+    return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
 
 
 # ---------------------------------------------------------------- oscillating weights

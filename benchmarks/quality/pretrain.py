@@ -22,7 +22,7 @@ from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
-from lm.train import adamw, init_optimizer, learning_rate
+from lm.train import DECAY, adamw, init_optimizer, learning_rate
 
 from .corpus import Corpus
 from .methods import Method, eden, hot_channels, reset_oscillating, two_tensors, watched, without_mean
@@ -55,7 +55,7 @@ class Arm:
     seeds: int = 4
     method: Method | None = None
     resets: QuantSpec | None = None
-    decay: float = 0.1
+    decay: float = DECAY
 
     def linears(self, layers: int) -> list[Linear]:
         """Returns the product of each block."""

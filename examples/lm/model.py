@@ -79,6 +79,18 @@ def with_gradients(recipe: Recipe, multiply: Callable[[Array, Array], Array]) ->
     """Returns a linear layer whose y is that of ``multiply``, while gradients follow the recipe."""
     gradients = replace(recipe, fprop=None)
 
+    def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
+        _, pull = jax.vjp(lambda x, w: jnvfp4.linear(x, w, gradients, key=key), x, w)  # XLA drops the unused y
+        return pull(dy)
+
+    return with_pull(multiply, pull)
+
+
+def with_pull(
+    multiply: Callable[[Array, Array], Array], pull: Callable[[Array, Array, Array, Array], tuple[Array, Array]]
+) -> Linear:
+    """Returns a linear layer whose y is ``multiply(x, w)``, and whose gradients are ``pull(x, w, key, dy)``."""
+
     @jax.custom_vjp
     def product(x: Array, w: Array, key: Array) -> Array:
         return multiply(x, w)
@@ -87,9 +99,7 @@ def with_gradients(recipe: Recipe, multiply: Callable[[Array, Array], Array]) ->
         return multiply(x, w), (x, w, key)
 
     def backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
-        x, w, key = saved
-        _, pull = jax.vjp(lambda x, w: jnvfp4.linear(x, w, gradients, key=key), x, w)  # XLA drops the unused y
-        return *pull(dy), None
+        return *pull(*saved, dy), None
 
     product.defvjp(forward, backward)
     return lambda x, w, key, name: product(x, w, key)

@@ -32,6 +32,8 @@ from lm.model import (
 
 # Optimizer
 
+DECAY = 0.1  # of weights, times the learning rate
+
 
 def learning_rate(step: Array, config: Config) -> Array:
     """Rises linearly over a tenth of the steps, then falls as a cosine to ``config.last_lr`` times the peak."""
@@ -48,7 +50,7 @@ def init_optimizer(params: Tree, recipe: Recipe | None = None) -> Tree:
     return state | {"amax": amaxes(params)} if recipe is not None and recipe.takes_weight_amax else state
 
 
-def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float, decay: float = 0.1) -> tuple[Tree, Tree]:
+def adamw(params: Tree, grads: Tree, state: Tree, lr: Array | float, decay: float = DECAY) -> tuple[Tree, Tree]:
     """Takes one step of AdamW, with the gradient clipped to norm 1; returns the new weights and optimizer state."""
     beta1, beta2 = 0.9, 0.95
     step = state["step"] + 1
