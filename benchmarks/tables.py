@@ -162,7 +162,10 @@ METHODS = {  # by arm, what it is, and the part of the gap that its paper says i
     "mean_of_sequence": "x without its mean over each sequence",
     "hot_16": "16 channels in bfloat16 ([CHON](https://arxiv.org/abs/2602.02047): 38 % with its other methods)",
     "hot_64": "64 channels in bfloat16",
+    "hot_64_ends_bf16": "the same, first and last block in bfloat16",
+    "eden": "gradients by MS-EDEN ([Quartet II](https://arxiv.org/abs/2601.22813): 20 % with its forward pass)",
     "two_tensors_ending": "x as two NVFP4 tensors in the last tenth of the steps",
+    "w4a16_ending": "x in bfloat16 in the last tenth of the steps",
 }  # fmt: skip
 
 
@@ -203,12 +206,16 @@ def pretraining() -> Iterable[Cells]:
 
 def methods() -> Iterable[Cells]:
     base, plain = losses("bf16", "methods"), losses("pretrain_4over6", "methods")
+    (steps,) = (run["milliseconds"] for run in load("steps_86m")["runs"] if "pretrain_4over6" in run["milliseconds"])
     for arm, what in METHODS.items():
-        loss = losses(arm, "methods")
+        loss, larger = losses(arm, "methods"), losses(arm, "methods_12m")
         closed = [100 * (plain[seed] - of_seed) / (plain[seed] - base[seed]) for seed, of_seed in loss.items()]
         of_arm = (above(arm, other, "methods") for other in ("bf16", "pretrain_4over6"))
         shown = "" if arm == "pretrain_4over6" else f"{fmean(closed):.0f} ± {stdev(closed) / len(closed) ** 0.5:.0f}"
-        yield arm, what, str(len(loss)), *of_arm, shown
+        seeds = f"{len(loss)}; {len(larger)}" if larger else str(len(loss))
+        of_larger = above(arm, "pretrain_4over6", "methods_12m") if larger else ""
+        step = f"{median(steps[arm]) / median(steps['bf16']):.2f}" if arm in steps else ""
+        yield arm, what, seeds, *of_arm, shown, of_larger, step
 
 
 def quantized_cells(rows: Sequence[Mapping[str, Any]]) -> Iterable[Cells]:
@@ -314,7 +321,9 @@ TABLES = {
         "arm | seeds | validation loss | above bf16, % | in nats | above pretrain, % | ms a step", pretraining
     ),
     "methods": Table(
-        "arm | what it is; in its paper | seeds | above bf16, % | above pretrain_4over6, % | gap closed, %", methods
+        "arm | what it is; in its paper | seeds | above bf16, % | above pretrain_4over6, % | gap closed, % | "
+        "12.4 M: above pretrain_4over6, % | 86 M: step over bf16's",
+        methods,
     ),
     "quantized": Table(
         "quantized | method | 4.8 M: above bf16, % | closed, % | 12.4 M: above bf16, % | closed, % | both: closed, %",
