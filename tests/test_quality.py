@@ -119,14 +119,16 @@ def error_and_gradients(linear, scale):
 
 def test_methods_have_lower_errors_than_the_recipe(methods, model):
     scale = jnp.ones(64).at[jnp.array([3, 17])].set(40.0)
-    plain, hot, all_hot, two, eden = (
+    plain, hot, all_hot, two, again, eden, ending = (
         error_and_gradients(of, scale)
         for of in (
             model.quantized_linear(RECIPE),
             methods.hot_channels(2)(RECIPE),
             methods.hot_channels(64)(RECIPE),
             methods.two_tensors(RECIPE),
+            methods.of_quantized(RECIPE),
             methods.eden(RECIPE),
+            methods.eden(dataclasses.replace(RECIPE, fprop=(None, RECIPE.fprop.w))),
         )
     )
     assert hot[0] < 0.8 * plain[0]  # y
@@ -134,8 +136,12 @@ def test_methods_have_lower_errors_than_the_recipe(methods, model):
     assert max(all_hot) < 0.01
     assert two[0] < 0.8 * plain[0]
     assert two[1:] == plain[1:]  # gradients are the recipe's
-    assert eden[0] == plain[0]
+    assert plain[0] == again[0] == eden[0]
     assert max(eden[1:]) < 0.2
+    assert max(again[1:]) < 0.25
+    assert ending[0] < 0.8 * plain[0]
+    assert ending[1] == eden[1]  # dx is of the same w
+    assert ending[2] < eden[2]  # dw of an x that is not quantized
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (1,)])

@@ -83,6 +83,28 @@ def two_tensors(recipe: Recipe) -> Linear:
     return with_gradients(recipe, multiply)
 
 
+def of_quantized(recipe: Recipe) -> Linear:
+    """Takes gradients of the quantized x and w, which the recipe quantizes once more: of what was computed."""
+    forward, quantized_x, quantized_w = forward_of(recipe)
+
+    def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
+        _, backward = jax.vjp(lambda x, w: jnvfp4.linear(x, w, recipe, key=key), quantized_x(x), quantized_w(w))
+        return backward(dy)
+
+    return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
+
+
+def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callable[[Array], Array]]:
+    """Returns the recipe of the forward pass alone, and what it makes of x and of w."""
+    assert recipe.fprop is not None
+
+    def quantize(spec: QuantSpec | None) -> Callable[[Array], Array]:
+        return lambda array: array if spec is None else jnvfp4.fake_quant(array, spec)
+
+    x_spec, w_spec = recipe.fprop
+    return replace(recipe, dgrad=None, wgrad=None), quantize(x_spec), quantize(w_spec)
+
+
 # ---------------------------------------------------------------- gradients by MS-EDEN
 
 ROTATED, EDEN_SCALE, EDEN_MAX = 128, 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813)
@@ -142,17 +164,13 @@ def eden_product(a: Array, b: Array, key: Array) -> Array:
 
 def eden(recipe: Recipe) -> Linear:
     """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN."""
-    assert recipe.fprop is not None
-    x_spec, w_spec = recipe.fprop
-    assert x_spec is not None
-    assert w_spec is not None
-    forward = replace(recipe, dgrad=None, wgrad=None)
+    forward, quantized_x, quantized_w = forward_of(recipe)
 
     def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
         of_dx, of_dw = jax.random.split(key)
         rows, tokens = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = eden_product(rows, jnvfp4.fake_quant(w, w_spec).T, of_dx)
-        dw = eden_product(rows.T, jnvfp4.fake_quant(tokens, x_spec).T, of_dw)
+        dx = eden_product(rows, quantized_w(w).T, of_dx)
+        dw = eden_product(rows.T, quantized_x(tokens).T, of_dw)
         return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 
     return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
