@@ -127,8 +127,8 @@ def test_methods_have_lower_errors_than_the_recipe(methods, model):
             methods.hot_channels(64)(RECIPE),
             methods.two_tensors(RECIPE),
             methods.of_quantized(RECIPE),
-            methods.eden(RECIPE),
-            methods.eden(dataclasses.replace(RECIPE, fprop=(None, RECIPE.fprop.w))),
+            methods.eden()(RECIPE),
+            methods.eden()(dataclasses.replace(RECIPE, fprop=(None, RECIPE.fprop.w))),
         )
     )
     assert hot[0] < 0.8 * plain[0]  # y

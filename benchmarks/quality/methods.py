@@ -107,7 +107,8 @@ def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callab
 
 # ---------------------------------------------------------------- gradients by MS-EDEN
 
-ROTATED, EDEN_SCALE, EDEN_MAX = 128, 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813)
+EDEN_SCALE, EDEN_MAX = 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813), which rotates 128 by random signs
+FIXED_SIGNS = jnp.array([-1.0 if 0xD7E8 >> i & 1 else 1.0 for i in range(16)])  # of jnvfp4's rotation
 
 
 class Rotated(NamedTuple):
@@ -132,7 +133,7 @@ def stochastic_e4m3(x: Array, key: Array) -> Array:
 
 
 def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
-    """Quantizes [..., K], rotated in groups of 128 (or what divides K). Its mean over signs and keys is nearly x.
+    """Quantizes [..., K], rotated in groups as long as ``signs``. Its mean over signs and keys is nearly x.
 
     Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
     the codes on each group then gives its error back to the block scales, which are rounded stochastically.
@@ -154,26 +155,38 @@ def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
     return Rotated((codes * of_block).reshape(x.shape), scale)
 
 
-def eden_product(a: Array, b: Array, key: Array) -> Array:
+def eden_product(a: Array, b: Array, key: Array, group: int = 128, fixed: bool = False) -> Array:
     """Multiplies [M, K] by [N, K]^T, both by MS-EDEN with the same signs. -> float32"""
     of_signs, of_a, of_b = jax.random.split(key, 3)
-    signs = jax.random.rademacher(of_signs, (math.gcd(ROTATED, a.shape[-1]),), jnp.float32)
+    signs = FIXED_SIGNS if fixed else jax.random.rademacher(of_signs, (math.gcd(group, a.shape[-1]),), jnp.float32)
     left, right = ms_eden(a, signs, of_a), ms_eden(b, signs, of_b)
     return left.values @ right.values.T * (left.scale * right.scale)
 
 
-def eden(recipe: Recipe) -> Linear:
-    """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN."""
-    forward, quantized_x, quantized_w = forward_of(recipe)
+def eden(group: int = 128, fixed: bool = False, quantized: bool = True) -> Method:
+    """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN.
 
-    def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
-        of_dx, of_dw = jax.random.split(key)
-        rows, tokens = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-        dx = eden_product(rows, quantized_w(w).T, of_dx)
-        dw = eden_product(rows.T, quantized_x(tokens).T, of_dw)
-        return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
+    Args:
+      group: how many elements are rotated together (a divisor of K, if that is not one).
+      fixed: always by the signs of jnvfp4's rotation, in groups of 16.
+      quantized: without it gradients are those of x and w themselves.
+    """
 
-    return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
+    def of_recipe(recipe: Recipe) -> Linear:
+        forward, quantized_x, quantized_w = forward_of(recipe)
+
+        def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
+            of_dx, of_dw = jax.random.split(key)
+            rows, tokens = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+            if quantized:
+                tokens, w = quantized_x(tokens), quantized_w(w)
+            dx = eden_product(rows, w.T, of_dx, group, fixed)
+            dw = eden_product(rows.T, tokens.T, of_dw, group, fixed)
+            return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
+
+        return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
+
+    return of_recipe
 
 
 # ---------------------------------------------------------------- oscillating weights
