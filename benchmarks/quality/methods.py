@@ -132,17 +132,18 @@ def stochastic_e4m3(x: Array, key: Array) -> Array:
     return jnp.minimum(jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step, 448.0)
 
 
-def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
-    """Quantizes [..., K], rotated in groups as long as ``signs``. Its mean over signs and keys is nearly x.
+def ms_eden(x: Array, signs: Array | None, key: Array) -> Rotated:
+    """Quantizes [..., K], rotated in groups as long as ``signs`` if given. Its mean over signs and keys is nearly x.
 
     Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
     the codes on each group then gives its error back to the block scales, which are rounded stochastically.
     """
-    size = signs.shape[0]
-    hadamard = jnp.asarray(scipy.linalg.hadamard(size), jnp.float32) * signs
+    size = 16 if signs is None else signs.shape[0]
     groups = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], -1, size)
-    turned = jnp.einsum("...k,jk->...j", groups, hadamard) * size**-0.5
-    blocks = turned.reshape(*turned.shape[:-1], -1, 16)
+    if signs is not None:
+        hadamard = jnp.asarray(scipy.linalg.hadamard(size), jnp.float32) * signs
+        groups = jnp.einsum("...k,jk->...j", groups, hadamard) * size**-0.5
+    blocks = groups.reshape(*groups.shape[:-1], -1, 16)
     amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     largest = jnp.max(amax)
     scale = jnp.where(largest > 0, largest, 1.0) / EDEN_MAX * (EDEN_SCALE / 6)
@@ -158,7 +159,9 @@ def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
 def eden_product(a: Array, b: Array, key: Array, group: int = 128, fixed: bool = False) -> Array:
     """Multiplies [M, K] by [N, K]^T, both by MS-EDEN with the same signs. -> float32"""
     of_signs, of_a, of_b = jax.random.split(key, 3)
-    signs = FIXED_SIGNS if fixed else jax.random.rademacher(of_signs, (math.gcd(group, a.shape[-1]),), jnp.float32)
+    signs: Array | None = FIXED_SIGNS
+    if not fixed:
+        signs = jax.random.rademacher(of_signs, (math.gcd(group, a.shape[-1]),), jnp.float32) if group else None
     left, right = ms_eden(a, signs, of_a), ms_eden(b, signs, of_b)
     return left.values @ right.values.T * (left.scale * right.scale)
 
@@ -167,7 +170,7 @@ def eden(group: int = 128, fixed: bool = False, quantized: bool = True) -> Metho
     """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN.
 
     Args:
-      group: how many elements are rotated together (a divisor of K, if that is not one).
+      group: how many elements are rotated together (a divisor of K, if that is not one); 0 for no rotation.
       fixed: always by the signs of jnvfp4's rotation, in groups of 16.
       quantized: without it gradients are those of x and w themselves.
     """

@@ -98,6 +98,7 @@ ARMS = {
     "4over6_dequantized": Arm(replace(PRETRAIN_4OVER6, dgrad="dequantized", wgrad="dequantized"), seeds=3),
     "4over6_of_quantized": Arm(PRETRAIN_4OVER6, seeds=3, method=of_quantized),
     "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden()),
+    "eden_unrotated": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(0)),
     "eden_16": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(16)),
     "eden_16_fixed": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(16, fixed=True)),
     "eden_16_fixed_plain": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(16, fixed=True, quantized=False)),
