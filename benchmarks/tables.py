@@ -290,7 +290,7 @@ def summary() -> Iterable[Cells]:
     yield "GEMM with 4-bit weights, M up to 8; 16 to 64; 128 and more", gemm
     yield "`quantize`, 16384 x 6144", f"{quantizer:.1f}x as fast as the same in jitted `jax.numpy`"
     yield (
-        "decoding Llama 3 8B sizes: one sequence; 8 of 32k tokens, NVFP4 KV cache",
+        "decoding Llama 3 8B sizes, 4-bit weights: one sequence; 8 of 32k tokens, NVFP4 KV cache too",
         f"{decoding:.1f}x; {with_cache:.1f}x as fast",
     )
     yield "training step, 86M parameters", f"{slower}x slower: Hopper has no FP4 tensor cores"

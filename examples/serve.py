@@ -177,6 +177,8 @@ def load(folder: Path) -> Tree:
         return w if is_quantized(w) else jnp.asarray(w, jnp.bfloat16)
 
     params = from_hugging_face(open_checkpoint(folder), read_config(folder).tied)
+    if not any(map(is_quantized, params["layers"].values())):
+        raise ValueError(f"{folder} has no weights in NVFP4: convert it first, jnvfp4 convert {folder} NEW_FOLDER")
     return unstack(jax.tree.map(narrow, params, is_leaf=is_quantized))
 
 

@@ -596,7 +596,7 @@ def _rows_of_chunk(part: jax.Array, pages: jax.Array | None, index: jax.Array) -
     """
     if pages is None:
         return lax.dynamic_slice_in_dim(part, index * CHUNK, CHUNK, axis=2)
-    return part.at[lax.dynamic_index_in_dim(pages, index, 1, keepdims=False)].get(mode="clip")
+    return part[jnp.clip(lax.dynamic_index_in_dim(pages, index, 1, keepdims=False), 0, part.shape[0] - 1)]
 
 
 def _scaled_codes(parts: tuple) -> tuple[jax.Array, jax.Array]:

@@ -740,5 +740,9 @@ def test_zeros_are_an_empty_cache():
     assert pointers(cache.keys) != pointers(cache.values)  # each can be donated
     pages = KVCache.zeros((4, 3, 64, 128), jnp.bfloat16, pages=[[0, 1]])
     assert (pages.values.dtype, pages.pages.dtype) == (jnp.bfloat16, jnp.int32)
+    for dtype in (jnp.float4_e2m1fn, jnp.bfloat16):
+        none = KVCache.zeros((4, 3, 64, 128), dtype, pages=jnp.zeros((0, 2), jnp.int32))
+        out = decode_attention(jnp.zeros((0, 6, 128), jnp.bfloat16), none, jnp.zeros(0, jnp.int32))
+        assert (out.shape, out.dtype) == ((0, 6, 128), jnp.bfloat16)
     with pytest.raises(TypeError, match=r"KVCache.zeros: dtype must be .*, got float32|got <class"):
         KVCache.zeros((2, 3, 64, 128), jnp.float32)

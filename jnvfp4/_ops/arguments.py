@@ -87,22 +87,23 @@ class Checks:
         check_float(self.op, name, array.dtype)
         return array
 
-    def group_sizes(self, sizes: object, rows: int) -> jax.Array:
-        """Converts like ``array``; refuses integers of the host that JAX would cut to 32 bits, and sums above M.
-
-        Primitives check more.
-        """
-        if isinstance(sizes, np.ndarray | np.generic) and sizes.dtype != np.int32:
+    def int32(self, name: str, value: object) -> jax.Array:
+        """Converts like ``array``; refuses integers of the host that JAX would cut to 32 bits."""
+        if isinstance(value, np.ndarray | np.generic) and value.dtype != np.int32:
             raise TypeError(
-                f"{self.op}: group_sizes must be int32, got {sizes.dtype}; if all of them fit, pass "
-                "group_sizes.astype(np.int32)"
+                f"{self.op}: {name} must be int32, got {value.dtype}; if all of them fit, pass {name}.astype(np.int32)"
             )
+        return self.array(name, value)
+
+    def group_sizes(self, sizes: object, rows: int) -> jax.Array:
+        """Converts like ``int32``; refuses sums above M. Primitives check more."""
+        array = self.int32("group_sizes", sizes)
         known = sizes if isinstance(sizes, list | tuple) or (isinstance(sizes, np.ndarray) and sizes.ndim == 1) else ()
         if all(isinstance(size, int | np.integer) for size in known):
             total = sum(max(0, int(size)) for size in known)
             if total > rows:
                 raise ValueError(f"{self.op}: group_sizes must have a sum of at most M={rows}, got {total}")
-        return self.array("group_sizes", sizes)
+        return array
 
     def amax(self, amax: ArrayLike) -> jax.Array:
         """Converts an amax; a Python number becomes float32. The primitives refuse other dtypes."""
@@ -127,7 +128,8 @@ class Checks:
     def norm(self, norm: object) -> tuple[jax.Array, float]:
         """Converts the pair (gain, epsilon) of a norm."""
         if not (isinstance(norm, tuple) and len(norm) == 2):
-            raise ValueError(f"{self.op}: norm must be None or a pair (gain, epsilon), got {describe(norm)}")
+            got = type(norm).__name__ if isinstance(norm, list | tuple) else describe(norm)  # not the numbers of a gain
+            raise ValueError(f"{self.op}: norm must be None or a tuple (gain, epsilon), got {got}")
         gain, epsilon = norm
         known = isinstance(epsilon, int | float | np.floating) and not isinstance(epsilon, bool)
         least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

@@ -1,8 +1,8 @@
 """A KV cache in NVFP4 or 16-bit floats: attention of one new token of each sequence, and appending it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -43,7 +43,7 @@ class KVCache(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, shape: tuple[int, ...], dtype: DTypeLike = jnp.float4_e2m1fn, *, pages: ArrayLike | None = None
+        cls, shape: Sequence[int], dtype: DTypeLike = jnp.float4_e2m1fn, *, pages: ArrayLike | None = None
     ) -> "KVCache":
         """Makes an empty cache.
 
@@ -56,12 +56,10 @@ class KVCache(NamedTuple):
           ValueError, TypeError: sizes or dtypes that no operation takes; the message names them.
         """
         check = Checks("KVCache.zeros")
-        if jnp.dtype(dtype) not in (jnp.dtype(jnp.float4_e2m1fn), *map(jnp.dtype, DENSE_DTYPES)):
-            raise TypeError(f"{check.op}: dtype must be float4_e2m1fn, bfloat16 or float16, got {dtype}")
-        table = None if pages is None else check.array("pages", pages)
-        shape, dtype = tuple(shape), jnp.dtype(dtype)
-        _check_sizes(check, shape, dtype, table)
-        return cls(_zeros(shape, dtype), _zeros(shape, dtype), table)
+        table = None if pages is None else check.int32("pages", pages)
+        kind = _cache_dtype(check, dtype)
+        sizes = _check_sizes(check, shape, kind, table)
+        return cls(_zeros(sizes, kind), _zeros(sizes, kind), table)
 
 
 jax.export.register_namedtuple_serialization(KVCache, serialized_name="jnvfp4.KVCache")
@@ -80,20 +78,36 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> KeysOrValues:
 
 
 # ---------------------------------------------------------------- checks
-def _check_sizes(check: Checks, shape: tuple[int, ...], dtype: np.dtype, table: jax.Array | None) -> None:
+def _cache_dtype(check: Checks, dtype: DTypeLike) -> np.dtype:
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind not in (jnp.dtype(jnp.float4_e2m1fn), *map(jnp.dtype, DENSE_DTYPES)):
+        raise TypeError(f"{check.op}: dtype must be float4_e2m1fn, bfloat16 or float16, got {dtype}")
+    return kind
+
+
+def _check_sizes(check: Checks, shape: Any, dtype: np.dtype, table: jax.Array | None) -> tuple[int, ...]:
     """Refuses a cache that no operation takes, by its last four axes."""
     quantized = dtype == jnp.float4_e2m1fn
-    if len(shape) < 4 or not shape[-3] or not (shape[-1] in HEAD_SIZES if quantized else shape[-1]):
+    sizes = tuple(shape) if isinstance(shape, Sequence) and all(map(_is_size, shape)) else ()
+    if len(sizes) < 4 or not sizes[-3] or not (sizes[-1] in HEAD_SIZES if quantized else sizes[-1]):
         depth = "D=64 or 128" if quantized else "D above 0"
         raise ValueError(
-            f"{check.op}: shape must be [B, Hkv, capacity, D], or [P, Hkv, 64, D] with pages, with Hkv above 0 and "
-            f"{depth}, got {shape}"
+            f"{check.op}: shape must be [B, Hkv, capacity, D], or [P, Hkv, 64, D] with pages, of integers, with Hkv "
+            f"above 0 and {depth}, got {shape!r}"
         )
     if table is not None and table.ndim < 2:
         raise ValueError(f"{check.op}: pages must have shape [B, max_pages], got {table.shape}")
-    part = ShapedArray(shape[-4:], dtype)
+    part = ShapedArray(sizes[-4:], dtype)
     pages = None if table is None else ShapedArray(table.shape[-2:], table.dtype)
     check_places(check.op, Cache((part,), (part,), pages), part.shape, (part if pages is None else pages).shape[:1])
+    return sizes
+
+
+def _is_size(size: Any) -> bool:
+    return jax.export.is_symbolic_dim(size) or (isinstance(size, int | np.integer) and int(size) >= 0)
 
 
 def _checked(check: Checks, cache: object) -> KVCache:
@@ -103,7 +117,7 @@ def _checked(check: Checks, cache: object) -> KVCache:
     kinds = [isinstance(part, NVFP4Tensor) for part in cache[:2]]
     if kinds[0] != kinds[1]:
         raise TypeError(f"{check.op}: cache.keys and cache.values must both be NVFP4Tensors or neither")
-    pages = None if cache.pages is None else check.array("cache.pages", cache.pages)
+    pages = None if cache.pages is None else check.int32("cache.pages", cache.pages)
     if not kinds[0]:
         keys, values = (check.array(f"cache.{name}", getattr(cache, name)) for name in ("keys", "values"))
         return KVCache(keys, values, pages)
@@ -183,18 +197,20 @@ def decode_attention(
       [B, Hq, D] of the dtype of q; zeros for a length of 0. What lies behind the end of a sequence has no influence,
       whatever its bytes are (in a cache of 16 bits it must be finite). For an NVFP4 cache the bits of a sequence depend
       on that sequence alone, on one kind of device: not on the others, their number, the capacity, pages or sharding.
-      docs/numerics.md has the order of sums and the bound of the error. There is no gradient.
+      docs/numerics.md has the order of sums and the bound of the error. An NVFP4 cache has no gradient.
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
+      NotImplementedError: a size of an NVFP4 cache is not known when the program is lowered, or too large for kernels.
     """
     check = Checks("decode_attention")
     check.lowering(implementation)
     cache, q = _checked(check, cache), _of_one_token(check, "q", "Hq", q)
-    lengths = check.array("lengths", lengths)
+    lengths = check.int32("lengths", lengths)
     if sm_scale is None:
         sm_scale = q.shape[-1] ** -0.5
-    if isinstance(sm_scale, bool) or not isinstance(sm_scale, int | float) or not abs(sm_scale) < 2.0**128:
+    known = isinstance(sm_scale, int | float | np.floating) and not isinstance(sm_scale, bool)
+    if not (known and abs(sm_scale) < 2.0**128):
         raise TypeError(f"{check.op}: sm_scale must be None or a finite Python number, got {sm_scale!r}")
     if (parts := _parts(cache)) is None:
         return _attend_dense(check, q, cache, lengths, float(sm_scale))
@@ -225,12 +241,13 @@ def append_kv(
 
     Raises:
       ValueError, TypeError: shapes, dtypes or formats do not fit; the message names them.
+      NotImplementedError: a size of an NVFP4 cache is not known when the program is lowered, or too large for kernels.
     """
     check = Checks("append_kv")
     check.lowering(implementation)
     cache = _checked(check, cache)
     k, v = (_of_one_token(check, name, "Hkv", x) for name, x in (("k", k), ("v", v)))
-    positions = check.array("positions", positions)
+    positions = check.int32("positions", positions)
     if (parts := _parts(cache)) is None:
         return _append_dense(check, cache, k, v, positions)
     params = AppendParams(cache.pages is not None)
@@ -272,8 +289,8 @@ def _by_token(part: jax.Array, pages: jax.Array | None) -> jax.Array:
     """Returns keys or values as [B, tokens, Hkv, D]."""
     if pages is None:
         return part.swapaxes(1, 2)
-    of_pages = part.at[pages].get(mode="clip").swapaxes(2, 3)  # [B, max_pages, 64, Hkv, D]
-    return of_pages.reshape(pages.shape[0], -1, *of_pages.shape[3:])
+    of_pages = part[jnp.clip(pages, 0, part.shape[0] - 1)].swapaxes(2, 3)  # [B, max_pages, 64, Hkv, D]
+    return jax.lax.collapse(of_pages, 1, 3)
 
 
 def _append_dense(check: Checks, cache: KVCache, k: jax.Array, v: jax.Array, positions: jax.Array) -> KVCache:

@@ -253,6 +253,7 @@ def _off_mesh_aval(aval: ShapedArray) -> ShapedArray:
 def _no_derivative(name: str, *_args: Any, **_params: Any) -> None:
     raise NotImplementedError(
         f"{name} has no derivative: quantized values are integers, and none is defined for an unquantized operand. "
-        "Differentiate jnvfp4.linear, which takes an NVFP4Tensor as w too, jnvfp4.dot_general or jnvfp4.fake_quant, or "
-        "wrap the call in jax.lax.stop_gradient. jnvfp4.linear has first derivatives in reverse mode only"
+        "Differentiate jnvfp4.linear, which takes an NVFP4Tensor as w too, jnvfp4.dot_general, jnvfp4.fake_quant or "
+        "jax.nn.dot_product_attention, or wrap the call in jax.lax.stop_gradient. jnvfp4.linear has first derivatives "
+        "in reverse mode only"
     )

@@ -76,8 +76,8 @@ def check_cache(op: str, cache: Cache, lead: Shape, heads: int, depth: int) -> N
     of_cache = 2 * keys.shape[-1]
     if depth != of_cache or depth not in HEAD_SIZES:
         raise ValueError(
-            f"{op}: a head must have D={' or '.join(map(str, HEAD_SIZES))} elements, in the cache too, got D={depth} "
-            f"and cache.keys of shape {_values(keys)}"
+            f"{op}: a head must have D={' or '.join(map(str, HEAD_SIZES))} elements, in the cache too, got new tokens "
+            f"of D={depth} and cache.keys of shape {_values(keys)}"
         )
     for part in (keys, values):
         for axis in (part.ndim - 1, part.ndim - 2):
@@ -90,8 +90,8 @@ def check_places(op: str, cache: Cache, shape: Shape, lead: Shape) -> None:
     if cache.pages is None:
         if len(shape) != len(lead) + 3 or shape[: outer + 1] != lead:
             raise ValueError(
-                f"{op}: cache.keys must have shape [B, Hkv, capacity, D] with B={lead[-1]}, got {shape[outer:]}; a "
-                "pool of pages needs cache.pages"
+                f"{op}: cache.keys must have shape [B, Hkv, capacity, D] with B={lead[-1]}, as the new tokens have it, "
+                f"got {shape[outer:]}; a pool of pages needs cache.pages"
             )
         if tokens % CHUNK or not tokens:
             raise ValueError(
