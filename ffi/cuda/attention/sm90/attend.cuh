@@ -558,7 +558,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
     constexpr bool kV = decltype(is_v)::value;
     __syncwarp();
     copies.template copy<(kV + kSlots) % 2 == 1>(slot);
-    slot = kSlots == 2 ? !kV : slot + 1 == kSlots ? 0 : slot + 1;  // a constant if there are two
+    slot = slot + 1 == kSlots ? 0 : slot + 1;
     if (slot == 0) parity ^= 1;
   };
   Query<D> q;
