@@ -321,8 +321,8 @@ TABLES = {
         "arm | seeds | validation loss | above bf16, % | in nats | above pretrain, % | ms a step", pretraining
     ),
     "methods": Table(
-        "arm | what it is; in its paper | seeds | above bf16, % | above pretrain_4over6, % | gap closed, % | "
-        "12.4 M: above pretrain_4over6, % | 86 M: step over bf16's",
+        "arm | what it is; in its paper | seeds, 4.8; 12.4 M | above bf16, % | above pretrain_4over6, % | gap closed, %"
+        " | 12.4 M: above pretrain_4over6, % | 86 M: step (of endings their own) over bf16's",
         methods,
     ),
     "quantized": Table(

@@ -331,7 +331,7 @@ rule(text, matmul_nt, t(8, 32), t(4, 32), norm=(gain, 1e-5), handler=norm_of_cod
 text = "norm must be None or a tuple (gain, epsilon), got "
 rule(text + "an array float32 (32,)", matmul_nt, x, t(4, 32), norm=gain)
 rule(text + "1e-05", matmul_nt, x, t(4, 32), norm=1e-5)
-rule(text + "list", matmul_nt, x, t(4, 32), norm=[gain, 1e-5])
+rule(text + "a list of 2", matmul_nt, x, t(4, 32), norm=[gain, 1e-5])
 text = "the gain of norm must have shape (K,)=(32,), got (8, 32)"
 rule(text, matmul_nt, x, t(4, 32), norm=(a(8, 32), 1e-5), handler=gain_of_rows)
 rule(f"TypeError: the gain of norm must be {FLOATS}, got int32", matmul_nt, x, t(4, 32), norm=(a(32, dtype=I32), 1e-5))

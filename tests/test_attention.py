@@ -190,7 +190,7 @@ def test_attention_is_within_the_bound(backend, problem):
     assert_in_bound(problem.run(backend.implementation), problem)
 
 
-@pytest.mark.parametrize("sm_scale", [0.0, -0.3, 1, 1e-30, 0.7])
+@pytest.mark.parametrize("sm_scale", [0.0, -0.3, 1, 1e-30, 0.7, np.float32(0.125), np.float16(0.125)])
 def test_the_scale_of_scores(backend, sm_scale):
     problem = make([90, 3], spread=1)
     assert_in_bound(problem.run(backend.implementation, sm_scale=sm_scale), problem, sm_scale)
@@ -733,6 +733,13 @@ def test_any_lengths(data):
         assert_in_bound(problem.run(), problem)
 
 
+def test_a_wrong_page_is_the_nearest(backend):
+    pages = jnp.asarray(PAGED.cache.pages)
+    attend = partial(decode_attention, PAGED.q, lengths=PAGED.lengths, implementation=backend.implementation)
+    right, wrong = (attend(PAGED.cache._replace(pages=pages.at[0, 0].set(number))) for number in (0, -1))
+    assert_bitwise(right, wrong)
+
+
 def test_zeros_are_an_empty_cache():
     cache = KVCache.zeros((2, 3, 64, 128))
     assert (cache.keys.shape, cache.keys.format, cache.pages) == ((2, 3, 64, 128), ROW_SCALED.format, None)
@@ -744,5 +751,6 @@ def test_zeros_are_an_empty_cache():
         none = KVCache.zeros((4, 3, 64, 128), dtype, pages=jnp.zeros((0, 2), jnp.int32))
         out = decode_attention(jnp.zeros((0, 6, 128), jnp.bfloat16), none, jnp.zeros(0, jnp.int32))
         assert (out.shape, out.dtype) == ((0, 6, 128), jnp.bfloat16)
+    assert KVCache.zeros(np.array([2, 3, 64, 128])).keys.shape == (2, 3, 64, 128)
     with pytest.raises(TypeError, match=r"KVCache.zeros: dtype must be .*, got float32|got <class"):
         KVCache.zeros((2, 3, 64, 128), jnp.float32)

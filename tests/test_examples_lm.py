@@ -605,6 +605,11 @@ def test_serve_serves_its_checkpoint(tmp_path):
         assert loaded["text"][name] == results["text"][name]
     assert loaded["text"]["bf16"]["perplexity"] == pytest.approx(loaded["text"]["W4A16"]["perplexity"], rel=1e-3)
 
+    with pytest.raises(
+        AssertionError, match=r"cannot be served: served/bf16 has no weights in NVFP4: convert it first"
+    ):
+        run("serve.py", "--checkpoint", "served/bf16", "--out", "refused", cwd=tmp_path)
+
     # The stored scale of activations is used: one that is too small clips them.
     # A quantized head changes what W4A16 computes, a little.
     convert_checkpoint(tmp_path / "served/bf16", tmp_path / "clipped", ConvertOptions(input_amax=0.01))

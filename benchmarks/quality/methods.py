@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import scipy.linalg  # type: ignore[import-untyped]
 from jax import Array, lax
 
@@ -108,7 +109,7 @@ def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callab
 # ---------------------------------------------------------------- gradients by MS-EDEN
 
 EDEN_SCALE, EDEN_MAX = 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813), which rotates 128 by random signs
-FIXED_SIGNS = jnp.array([-1.0 if 0xD7E8 >> i & 1 else 1.0 for i in range(16)])  # of jnvfp4's rotation
+FIXED_SIGNS = np.where(0xD7E8 >> np.arange(16) & 1, np.float32(-1), np.float32(1))  # of jnvfp4's rotation
 
 
 class Rotated(NamedTuple):
@@ -133,7 +134,10 @@ def stochastic_e4m3(x: Array, key: Array) -> Array:
 
 
 def ms_eden(x: Array, signs: Array | None, key: Array) -> Rotated:
-    """Quantizes [..., K], rotated in groups as long as ``signs`` if given. Its mean over signs and keys is nearly x.
+    """Quantizes [..., K], rotated in groups as long as ``signs`` if given.
+
+    Its mean over random signs and keys is nearly x. Over keys alone it has the direction of what was rounded to
+    nearest, but its projection on each group of x is the group's.
 
     Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
     the codes on each group then gives its error back to the block scales, which are rounded stochastically.
@@ -159,7 +163,7 @@ def ms_eden(x: Array, signs: Array | None, key: Array) -> Rotated:
 def eden_product(a: Array, b: Array, key: Array, group: int = 128, fixed: bool = False) -> Array:
     """Multiplies [M, K] by [N, K]^T, both by MS-EDEN with the same signs. -> float32"""
     of_signs, of_a, of_b = jax.random.split(key, 3)
-    signs: Array | None = FIXED_SIGNS
+    signs: Array | None = jnp.asarray(FIXED_SIGNS)
     if not fixed:
         signs = jax.random.rademacher(of_signs, (math.gcd(group, a.shape[-1]),), jnp.float32) if group else None
     left, right = ms_eden(a, signs, of_a), ms_eden(b, signs, of_b)
@@ -171,7 +175,7 @@ def eden(group: int = 128, fixed: bool = False, quantized: bool = True) -> Metho
 
     Args:
       group: how many elements are rotated together (a divisor of K, if that is not one); 0 for no rotation.
-      fixed: always by the signs of jnvfp4's rotation, in groups of 16.
+      fixed: always by the signs of jnvfp4's rotation, in groups of 16: then not without bias, nor without a rotation.
       quantized: without it gradients are those of x and w themselves.
     """
 

@@ -128,7 +128,8 @@ class Checks:
     def norm(self, norm: object) -> tuple[jax.Array, float]:
         """Converts the pair (gain, epsilon) of a norm."""
         if not (isinstance(norm, tuple) and len(norm) == 2):
-            got = type(norm).__name__ if isinstance(norm, list | tuple) else describe(norm)  # not the numbers of a gain
+            # Of a list not the numbers of a gain.
+            got = f"a {type(norm).__name__} of {len(norm)}" if isinstance(norm, list | tuple) else describe(norm)
             raise ValueError(f"{self.op}: norm must be None or a tuple (gain, epsilon), got {got}")
         gain, epsilon = norm
         known = isinstance(epsilon, int | float | np.floating) and not isinstance(epsilon, bool)

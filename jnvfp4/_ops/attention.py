@@ -91,7 +91,8 @@ def _cache_dtype(check: Checks, dtype: DTypeLike) -> np.dtype:
 def _check_sizes(check: Checks, shape: Any, dtype: np.dtype, table: jax.Array | None) -> tuple[int, ...]:
     """Refuses a cache that no operation takes, by its last four axes."""
     quantized = dtype == jnp.float4_e2m1fn
-    sizes = tuple(shape) if isinstance(shape, Sequence) and all(map(_is_size, shape)) else ()
+    listed = isinstance(shape, Sequence | np.ndarray)
+    sizes = tuple(shape) if listed and all(map(_is_size, shape)) else ()
     if len(sizes) < 4 or not sizes[-3] or not (sizes[-1] in HEAD_SIZES if quantized else sizes[-1]):
         depth = "D=64 or 128" if quantized else "D above 0"
         raise ValueError(
@@ -210,7 +211,8 @@ def decode_attention(
     if sm_scale is None:
         sm_scale = q.shape[-1] ** -0.5
     known = isinstance(sm_scale, int | float | np.floating) and not isinstance(sm_scale, bool)
-    if not (known and abs(sm_scale) < 2.0**128):
+    # NumPy would round 2^128 to the type of a scalar; an int may exceed float64.
+    if not known or not abs(sm_scale if isinstance(sm_scale, int) else float(sm_scale)) < 2.0**128:
         raise TypeError(f"{check.op}: sm_scale must be None or a finite Python number, got {sm_scale!r}")
     if (parts := _parts(cache)) is None:
         return _attend_dense(check, q, cache, lengths, float(sm_scale))

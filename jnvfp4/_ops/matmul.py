@@ -39,8 +39,8 @@ def matmul_nt(
       norm: (gain, epsilon) multiplies the RMS norm of the rows of an ``a`` that is not quantized, instead of ``a``:
         a * rsqrt(mean(a^2) + epsilon) * gain in float32, then rounded to the dtype of ``a``. (LlamaRMSNorm of
         transformers rounds before it multiplies by the gain.) The gain is [K], any float dtype, and epsilon a Python
-        number. In shard_map the mean is over the K of the device. It costs no kernel up to 4 rows on Hopper, a residual
-        none up to 16; elsewhere both are as fast as outside.
+        number. In shard_map the mean is over the K of the device. On Hopper, if K is a multiple of 256, it costs no
+        kernel up to 4 rows, and a residual none up to 16; elsewhere both are as fast as outside.
       accumulation: the order of the sums along K. "fast" is the order that is fastest on the device. "pinned" is the
         order of docs/numerics.md, with the bits of the CPU and the reference. If K is split over devices, it holds
         within the part of each device. It says nothing of the sum of squares of a norm, whose order is never defined.
