@@ -82,10 +82,11 @@ def _cache_dtype(check: Checks, dtype: DTypeLike) -> np.dtype:
     try:
         kind = jnp.dtype(dtype)
     except TypeError:
-        kind = None
-    if kind not in (jnp.dtype(jnp.float4_e2m1fn), *map(jnp.dtype, DENSE_DTYPES)):
-        raise TypeError(f"{check.op}: dtype must be float4_e2m1fn, bfloat16 or float16, got {dtype}")
-    return kind
+        pass
+    else:
+        if kind in (jnp.dtype(jnp.float4_e2m1fn), *map(jnp.dtype, DENSE_DTYPES)):
+            return kind
+    raise TypeError(f"{check.op}: dtype must be float4_e2m1fn, bfloat16 or float16, got {dtype}")
 
 
 def _check_sizes(check: Checks, shape: Any, dtype: np.dtype, table: jax.Array | None) -> tuple[int, ...]:
