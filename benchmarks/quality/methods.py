@@ -69,15 +69,23 @@ def without_mean(axes: tuple[int, ...]) -> Method:
     return of_recipe
 
 
+def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callable[[Array], Array]]:
+    """Returns the recipe of the forward pass alone, and what it makes of x and of w."""
+    assert recipe.fprop is not None
+
+    def quantize(spec: QuantSpec | None) -> Callable[[Array], Array]:
+        return lambda array: array if spec is None else jnvfp4.fake_quant(array, spec)
+
+    x_spec, w_spec = recipe.fprop
+    return replace(recipe, dgrad=None, wgrad=None), quantize(x_spec), quantize(w_spec)
+
+
 def two_tensors(recipe: Recipe) -> Linear:
     """Multiplies x as the sum of two quantized tensors, the second of what the first leaves; gradients see x once."""
-    assert recipe.fprop is not None
-    spec = recipe.fprop.x
-    assert spec is not None
-    forward = replace(recipe, dgrad=None, wgrad=None)
+    forward, quantized_x, _ = forward_of(recipe)
 
     def multiply(x: Array, w: Array) -> Array:
-        left = x - jnvfp4.fake_quant(x, spec).astype(x.dtype)
+        left = x - quantized_x(x)
         first, second = (jnvfp4.linear(part, w, forward, out_dtype=jnp.float32) for part in (x, left))
         return (first + second).astype(x.dtype)
 
@@ -93,17 +101,6 @@ def of_quantized(recipe: Recipe) -> Linear:
         return backward(dy)
 
     return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
-
-
-def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callable[[Array], Array]]:
-    """Returns the recipe of the forward pass alone, and what it makes of x and of w."""
-    assert recipe.fprop is not None
-
-    def quantize(spec: QuantSpec | None) -> Callable[[Array], Array]:
-        return lambda array: array if spec is None else jnvfp4.fake_quant(array, spec)
-
-    x_spec, w_spec = recipe.fprop
-    return replace(recipe, dgrad=None, wgrad=None), quantize(x_spec), quantize(w_spec)
 
 
 # ---------------------------------------------------------------- gradients by MS-EDEN

@@ -92,7 +92,7 @@ def _cache_dtype(check: Checks, dtype: DTypeLike) -> np.dtype:
 def _check_sizes(check: Checks, shape: Any, dtype: np.dtype, table: jax.Array | None) -> tuple[int, ...]:
     """Refuses a cache that no operation takes, by its last four axes."""
     quantized = dtype == jnp.float4_e2m1fn
-    listed = isinstance(shape, Sequence | np.ndarray)
+    listed = isinstance(shape, Sequence) or np.ndim(shape) == 1
     sizes = tuple(shape) if listed and all(map(_is_size, shape)) else ()
     if len(sizes) < 4 or not sizes[-3] or not (sizes[-1] in HEAD_SIZES if quantized else sizes[-1]):
         depth = "D=64 or 128" if quantized else "D above 0"
