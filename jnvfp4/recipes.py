@@ -79,21 +79,25 @@ class Recipe:
       dgrad: the pair (spec of dy, spec of w transposed); or None, to compute dx in high precision from the original w;
         or "dequantized", to compute it in high precision from the quantized w of fprop, which fprop=None has not.
       wgrad: the pair (spec of dy transposed, spec of x transposed); None and "dequantized" mean the same with x.
+      requantize: whether the pairs of dgrad and wgrad quantize what fprop multiplied, the dequantized x and w in their
+        dtypes, instead of x and w: gradients of what was computed. An operand that fprop does not quantize is as it is.
 
     Raises:
-      ValueError: a GEMM has neither a pair of specs nor one of the values above, or only one of its operands is
-        rotated.
+      ValueError: a GEMM has neither a pair of specs nor one of the values above, only one of its operands is rotated,
+        or ``requantize`` is True where no gradient has a pair or fprop is None.
     """
 
     fprop: Fprop | None
     dgrad: Dgrad | Literal["dequantized"] | None
     wgrad: Wgrad | Literal["dequantized"] | None
+    requantize: bool
 
     def __init__(
         self,
         fprop: tuple[QuantSpec | None, QuantSpec] | None = (NVFP4, NVFP4_2D),
         dgrad: Gradient = (NVFP4, NVFP4_2D),
         wgrad: Gradient = (NVFP4, NVFP4),
+        requantize: bool = False,
     ) -> None:
         for field, value in (
             ("fprop", _specs(Fprop, fprop)),
@@ -103,6 +107,11 @@ class Recipe:
             object.__setattr__(self, field, value)
             if fprop is None and value == "dequantized":
                 raise ValueError(f'Recipe: {field} must not be "dequantized" for fprop=None, which quantizes nothing')
+        check_switch("Recipe", "requantize", requantize)
+        object.__setattr__(self, "requantize", requantize)
+        if requantize and (fprop is None or not (self.dgrad_specs or self.wgrad_specs)):
+            cause = "fprop=None" if fprop is None else "gradients without specs"
+            raise ValueError(f"Recipe: requantize must be False for {cause}, which quantizes nothing twice, got True")
 
     @property
     def dgrad_specs(self) -> Dgrad | None:
@@ -133,7 +142,13 @@ class Recipe:
     @property
     def takes_weight_amax(self) -> bool:
         """Says whether any spec of w reads the amax of the whole, unrotated w, which ``linear`` takes as ``w_amax``."""
-        return any(spec is not None and spec.plain_amax for spec in self.weight_specs)
+        fprop, dgrad = self.weight_specs
+        return any(spec is not None and spec.plain_amax for spec in (fprop, None if self.requantizes_w else dgrad))
+
+    @property
+    def requantizes_w(self) -> bool:
+        """Says whether dgrad quantizes the dequantized w of fprop. Where it can read that transposed, it has it."""
+        return self.requantize and not self.one_weight
 
     @property
     def one_weight(self) -> bool:
@@ -191,7 +206,8 @@ class Recipe:
     def name(self) -> str:
         """Returns the call of ``jnvfp4.recipes`` that makes this recipe, or else the specs of its GEMMs."""
         made = _named().get(self)
-        return made or f"Recipe({', '.join(map(_pair_name, (self.fprop, self.dgrad, self.wgrad)))})"
+        again = ", requantize=True" if self.requantize else ""
+        return made or f"Recipe({', '.join(map(_pair_name, (self.fprop, self.dgrad, self.wgrad)))}{again})"
 
 
 def _draws(*pairs: tuple[QuantSpec | None, QuantSpec] | None) -> bool:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ RECIPES = {
     "tiles of 4over6": Recipe((NVFP4, TILES_OF_4OVER6), (NVFP4, TILES_OF_4OVER6), None),
     "two e4m3_max": Recipe((NVFP4, four_over_six(e4m3_max=256)), (four_over_six(e4m3_max=256), NVFP4), None),
     "dequantized": recipes.pretrain(backward="dequantized"),
+    "requantized": replace(recipes.pretrain_4over6(), requantize=True),
     "high precision": recipes.pretrain(backward="high_precision"),
     "weight only": recipes.inference(weight_only=True),
     "nothing": Recipe(None, None, None),
@@ -87,6 +89,8 @@ CASES = [
     Case("4over6", out="float16"),
     Case("tiles of 4over6"),
     Case("two e4m3_max"),
+    Case("requantized"),
+    Case("requantized", w_axes="kn"),
     Case("dequantized", x="float32", out="bfloat16"),
     Case("dequantized", out="float32", w_axes="kn"),
     Case("high precision", out="float32"),
@@ -129,6 +133,8 @@ def test_products_and_gradients_are_those_of_the_documented_operands(native, cas
 
     def weights(spec, along):
         one = lambda w, key: quantize(w, spec, key=key, transpose=along != case.w_axes[1])  # noqa: E731
+        if along == "n" and recipe.requantize:
+            return jax.vmap(partial(quantize, spec=spec, transpose=True))(jnvfp4.dequantize(qw, stored.dtype))
         return jax.vmap(one)(stored, experts)
 
     def multiplied(a, b, want):

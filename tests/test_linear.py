@@ -1,6 +1,7 @@
 """linear is the composition of quantize and matmul_nt that the recipe says."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -40,6 +41,10 @@ RECIPES = {
     "dgrad_alone": Recipe(None, wgrad=None),
     "wgrad_alone": Recipe(None, dgrad=None),
     "dequantized_windows": recipes.window64(backward="dequantized"),
+    "requantized": replace(recipes.pretrain_4over6(), requantize=True),
+    "requantized_tiles": replace(recipes.pretrain(), requantize=True),
+    "requantized_w": Recipe((None, NVFP4), (NVFP4_SR, NVFP4_SR), (NVFP4, NVFP4), requantize=True),
+    "requantized_stochastic": Recipe(SR, SR, (NVFP4_RHT_SR, NVFP4_RHT_SR), requantize=True),
 }
 ALL_RECIPES = {**RECIPES, **{f"recipes_{name}": recipe for name, (recipe, *_) in TABLE.items()}}
 SMALL = normal((32, 64), 1), normal((48, 64), 2), normal((32, 48), 3)
@@ -80,7 +85,10 @@ def composition(x, w, dy, recipe, bias=None, key=KEY, w_axes="nk"):
         y = matmul_nt(qx, qw, out_dtype=x.dtype, bias=bias)
     if isinstance(recipe.dgrad, tuple):
         dy_spec, w_spec = recipe.dgrad
-        wt = operand(w, w_spec, 1, key, transpose=not kn)
+        if recipe.requantize:
+            wt = operand(dequantize(qw, w.dtype), w_spec, 1, key, transpose=True)
+        else:
+            wt = operand(w, w_spec, 1, key, transpose=not kn)
         dx = matmul_nt(by_tokens(dy, dy_spec, 2, key), wt, out_dtype=x.dtype)
     elif recipe.dgrad is None:
         dx = dense(dy, w, ((1,), (1,) if kn else (0,)), x.dtype)
@@ -88,7 +96,8 @@ def composition(x, w, dy, recipe, bias=None, key=KEY, w_axes="nk"):
         dx = dense(dy, dequantize(qw, dy.dtype), ((1,), (0,)), x.dtype)
     if isinstance(recipe.wgrad, tuple):
         unit = 64 if WINDOW64 in recipe.wgrad else 16
-        of = zip((dy, x), recipe.wgrad, (2, 0), strict=True)
+        x_hat = dequantize(qx, x.dtype) if recipe.requantize and x_spec is not None else x
+        of = zip((dy, x_hat), recipe.wgrad, (2, 0), strict=True)
         dyt, xt = (operand(pad(v, unit), spec, i, key, True) for v, spec, i in of)
         dw = matmul_nt(*((xt, dyt) if kn else (dyt, xt)), out_dtype=w.dtype)
     else:

@@ -85,7 +85,9 @@ def grouped_linear(
 
 
 def _without_wgrad(recipe: Recipe) -> Recipe:
-    return Recipe(recipe.fprop, recipe.dgrad, None) if recipe.wgrad_specs else recipe
+    if not recipe.wgrad_specs:
+        return recipe
+    return replace(recipe, wgrad=None, requantize=recipe.requantize and recipe.dgrad_specs is not None)
 
 
 # ---------------------------------------------------------------- the GEMMs
@@ -131,14 +133,16 @@ class Grouped(Products):
         """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
         return _masked(x, self.rows)
 
-    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
+    def quantized_weights(
+        self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given, source: int | None
+    ) -> Pair:
         """Quantizes each expert with a key of its own."""
         if specs == (None, None):
             return None, None
         base = quantizer.key_of(W, *specs)
         experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
         keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
-        return jax.vmap(lambda w, key: quantizer.pair(w, specs, key))(w, keys)
+        return jax.vmap(lambda w, key: quantizer.pair_from(source, w, specs, key))(w, keys)
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call

@@ -56,8 +56,10 @@ class Products(ABC):
         return x
 
     @abstractmethod
-    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
-        """Quantizes w along its last axis and along the one before, by the specs that are given."""
+    def quantized_weights(
+        self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given, source: int | None
+    ) -> Pair:
+        """Quantizes w along its last axis and along the one before, as ``Quantizer.pair_from`` does."""
 
     @abstractmethod
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: Given) -> jax.Array:
@@ -226,7 +228,8 @@ def _forward(
     x = products.masked(x)
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
-    x_row, x_t = quantizer.pair(x, (of_x, of_x_t), quantizer.key_of(X, of_x, of_x_t), unit=recipe.unit_of_wgrad)
+    source, key_of_x = 0 if recipe.requantize else None, quantizer.key_of(X, of_x, of_x_t)
+    x_row, x_t = quantizer.pair_from(source, x, (of_x, of_x_t), key_of_x, unit=recipe.unit_of_wgrad)
     made_of_x = Made(x, (x_row, x_t))
     qx, saved_x = _named(x if x_row is None else x_row, kept_x, x_t, x)
     if isinstance(w, NVFP4Tensor):
@@ -238,7 +241,8 @@ def _forward(
         qw, saved_w = w_row, _saved(kept_w, w_row, w_t, w)
     else:
         of_w_t = recipe.dgrad_specs.w if recipe.dgrad_specs and kept_w == "transposed" else None
-        pair = products.quantized_weights(quantizer, w, weights.ordered(of_w, of_w_t), known)
+        specs = weights.ordered(of_w, of_w_t)
+        pair = products.quantized_weights(quantizer, w, specs, known, weights.source(recipe))
         w_row, w_t = weights.ordered(*pair)
         # Named before they are gathered: a checkpoint policy saves the quantizers' work, and the part of a device.
         qw, saved_w = _named(w_row, kept_w, w_t, w)

@@ -141,8 +141,10 @@ class Dense(Products):
             )
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if flatten else x
 
-    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
-        return quantized_along(w, specs, quantizer, quantizer.key_of(W, *specs), amax)
+    def quantized_weights(
+        self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given, source: int | None
+    ) -> Pair:
+        return quantized_along(w, specs, quantizer, quantizer.key_of(W, *specs), amax, source)
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 from .._ops.arguments import AmaxPair, Implementation
-from .._ops.quantize import Orientation, quantize_sides
+from .._ops.quantize import Orientation, dequantize, quantize_sides
 from ..spec import QuantSpec
 
 RESIDUAL_NAME = "nvfp4_residual"
@@ -76,6 +76,25 @@ class Quantizer(NamedTuple):
         made = iter(quantize_sides(whole, wanted, x.ndim - 1, key, self.implementation, in_layer=True))
         row, col = (None if spec is None else next(made) for spec in specs)
         return row if row is None else _crop_rows(row, x.shape[0]), col
+
+    def pair_from(
+        self,
+        source: int | None,
+        x: jax.Array,
+        specs: SpecPair,
+        key: jax.Array | None,
+        amax: AmaxPair = (None, None),
+        unit: int = 1,
+    ) -> Pair:
+        """Quantizes as ``pair`` does, but what is at ``source`` of it alone is made of x, the other of its values."""
+        if source is None or None in specs:
+            return self.pair(x, specs, key, amax, unit)
+        of_x: SpecPair = (specs[0], None) if source == 0 else (None, specs[1])
+        made = self.pair(x, of_x, key, amax, unit)[source]
+        assert made is not None
+        values = dequantize(made, x.dtype, implementation=self.implementation)
+        _, other = self.pair(values, (None, specs[1 - source]), key, unit=unit)
+        return (made, other) if source == 0 else (other, made)
 
 
 def named(t: T, for_backward: bool) -> T:

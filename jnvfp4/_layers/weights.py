@@ -42,6 +42,10 @@ class Weights(NamedTuple):
         """Returns a pair for w [..., N, K] in the order of the axes that w has; it is its own inverse."""
         return (first, second) if self.order == "nk" else (second, first)
 
+    def source(self, recipe: Recipe) -> int | None:
+        """Returns which of the quantized forms, in the order of the axes of w, the other is made of; None for w."""
+        return (0 if self.order == "nk" else 1) if recipe.requantizes_w else None
+
     def as_nk(self, w: jax.Array) -> jax.Array:
         """Returns w [..., N, K]."""
         return w if self.order == "nk" else jnp.swapaxes(w, -1, -2)
@@ -64,7 +68,11 @@ class Weights(NamedTuple):
         return (self.gather if self.order == "nk" else self.gather.reversed).read(w)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["array", "fprop", "dgrad"], meta_fields=["specs", "w_axes"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["array", "fprop", "dgrad"],
+    meta_fields=["specs", "w_axes", "requantized"],
+)
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """Holds an array of weights together with its quantized forms, which the microbatches of one step share: a pytree.
@@ -82,6 +90,7 @@ class QuantizedWeight:
       dgrad: the NVFP4Tensor [..., K, N] by ``recipe.dgrad.w``; None where dgrad reads another w.
       specs: the specs of both.
       w_axes: the order of the axes of ``array``.
+      requantized: whether ``dgrad`` is made of the values of ``fprop``, by ``recipe.requantize``.
     """
 
     array: jax.Array
@@ -89,6 +98,7 @@ class QuantizedWeight:
     dgrad: NVFP4Tensor | None
     specs: SpecPair
     w_axes: WeightAxes = "nk"
+    requantized: bool = False
 
     @classmethod
     def of(
@@ -129,14 +139,17 @@ class QuantizedWeight:
             )
         check.contractions(array.shape, *weights.ordered(*array.shape))
         amax, values = check.weight_amax(array, w_amax), lax.stop_gradient(array)
-        pair = quantized_along(values, weights.ordered(*specs), Quantizer(None, implementation), None, amax)
-        return cls(array, *weights.ordered(*pair), specs, w_axes)
+        quantizer, source = Quantizer(None, implementation), weights.source(recipe)
+        pair = quantized_along(values, weights.ordered(*specs), quantizer, None, amax, source)
+        return cls(array, *weights.ordered(*pair), specs, w_axes, recipe.requantizes_w)
 
 
-def quantized_along(w: jax.Array, specs: SpecPair, quantizer: Quantizer, key: jax.Array | None, amax: Amax) -> Pair:
+def quantized_along(
+    w: jax.Array, specs: SpecPair, quantizer: Quantizer, key: jax.Array | None, amax: Amax, source: int | None
+) -> Pair:
     """Quantizes a matrix along its last axis and along its first, with the amax given where a spec takes one."""
     first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
-    return quantizer.pair(w, specs, key, (first, second))
+    return quantizer.pair_from(source, w, specs, key, (first, second))
 
 
 def _names(specs: SpecPair) -> str:
@@ -202,6 +215,11 @@ class LayerChecks(Checks):
             raise ValueError(
                 f"{op}: w must be quantized by the specs of w in recipe.fprop and recipe.dgrad, {_names(specs)}, got "
                 f"{_names(w.specs)}; make it by QuantizedWeight.of(w, recipe)"
+            )
+        if w.requantized != self.recipe.requantizes_w:
+            raise ValueError(
+                f"{op}: w must have a form for dgrad that is {'' if w.requantized else 're'}quantized, as the recipe's "
+                f"requantize={self.recipe.requantize} says; make it by QuantizedWeight.of(w, recipe)"
             )
         for form, axes in ((w.fprop, "nk"), (w.dgrad, "kn")):
             step = 1 if axes == order else -1
