@@ -25,7 +25,7 @@ from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized
 from lm.train import DECAY, adamw, init_optimizer, learning_rate
 
 from .corpus import Corpus
-from .methods import Method, eden, hot_channels, of_quantized, reset_oscillating, two_tensors, watched, without_mean
+from .methods import Method, eden, hot_channels, reset_oscillating, two_tensors, watched, without_mean
 
 BRANCH = 0.9  # of the steps: where a run continues another way
 VALIDATIONS = 10  # of a run
@@ -72,6 +72,7 @@ class Arm:
 
 FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
 PRETRAIN_4OVER6 = recipes.pretrain_4over6()
+REQUANTIZED = replace(PRETRAIN_4OVER6, requantize=True)
 ENDING = replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(None, FOUR_OVER_SIX))
 BASELINE = "bf16"
 ARMS = {
@@ -96,7 +97,12 @@ ARMS = {
     "bf16_decay": Arm(None, seeds=3, decay=0.3),
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
     "4over6_dequantized": Arm(replace(PRETRAIN_4OVER6, dgrad="dequantized", wgrad="dequantized"), seeds=3),
-    "4over6_of_quantized": Arm(PRETRAIN_4OVER6, seeds=3, method=of_quantized),
+    "4over6_of_quantized": Arm(REQUANTIZED, seeds=3),
+    "of_quantized_ending": Arm(replace(ENDING, requantize=True), branch_of="4over6_of_quantized", seeds=3),
+    "of_quantized_ends_bf16": Arm(REQUANTIZED, ends_bf16=True, seeds=3),
+    "of_quantized_ends_bf16_ending": Arm(
+        replace(PRETRAIN_4OVER6, fprop=None), ends_bf16=True, branch_of="of_quantized_ends_bf16", seeds=3
+    ),
     "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden()),
     "eden_unrotated": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(0)),
     "eden_16": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(16)),
