@@ -467,6 +467,11 @@ rule("TypeError: recipe must be a Recipe, got NVFP4", make, a(48, 64), NVFP4)
 rule("TypeError: w must be an array, got an NVFP4Tensor", make, t(48, 64))
 rule(f"TypeError: w must be {FLOATS}, got int8", make, a(48, 64, dtype=I8))
 square = QuantizedWeight(a(64, 64), t(64, 64), t(64, 64), specs, "kn")
+again = Recipe((NVFP4, NVFP4), (NVFP4, NVFP4), requantize=True)
+text = (
+    "w must have a form for dgrad that is requantized, as the recipe's requantize=True says; make it by QuantizedWeight"
+)
+rule(text, linear, x, QuantizedWeight(a(48, 64), t(48, 64), t(64, 48), again.weight_specs), again)
 rule("w_axes must be 'kn' for a QuantizedWeight that was made with it, got 'nk'", linear, x, square)
 made = QuantizedWeight(a(48, 64), t(48, 64), t(64, 48), specs)
 text = "w must be quantized by the specs of w in ..., NVFP4_2D and None, got NVFP4_2D and NVFP4_2D; make it by"
@@ -598,6 +603,7 @@ text = "{} must be True or False, got {!r}"
 for maker, option, value in (
     (recipes.rl, "four_over_six", 1),
     (recipes.pretrain_4over6, "stochastic_rounding", None),
+    (recipes.pretrain_4over6, "requantize", None),
     (recipes.pretrain, "unbiased", 1),
     (recipes.pretrain, "rht", "no"),
     (recipes.inference, "weight_only", 1),
@@ -626,6 +632,9 @@ for pair in ((NVFP4,) * 3, (NVFP4,)):
 rule('wgrad must be a pair (dy spec, x spec), "dequantized" or None, got', Recipe, wgrad="bf16")
 for field in ("dgrad", "wgrad"):
     rule("...must not be... for fprop=None", Recipe, None, **{field: "dequantized"})
+text = "requantize must be False for {}, which quantizes nothing twice, got True"
+rule(text.format("fprop=None"), Recipe, None, requantize=True)
+rule(text.format("gradients without specs"), Recipe, dgrad=None, wgrad="dequantized", requantize=True)
 
 # ---------------------------------------------------------------- policies
 rule("path must be a regular expression, got 'a(': missing )", PolicyRule, "a(", Recipe())

@@ -86,6 +86,7 @@ NAMES = {
     "inference(weight_only=True)": recipes.inference(weight_only=True),
     "Recipe(NVFP4 x NVFP4_2D, NVFP4_SR x NVFP4_2D, NVFP4_SR x NVFP4)": recipes.pretrain(rht=False),
     "Recipe(ROW_SCALED x NVFP4_2D, dequantized, dequantized)": recipes.row_scaled(backward="dequantized"),
+    "Recipe(NVFP4 x NVFP4, NVFP4 x NVFP4_2D, None, requantize=True)": Recipe(PLAIN, wgrad=None, requantize=True),
 }
 
 
@@ -148,9 +149,17 @@ def test_one_field_can_be_replaced():
     assert recipe == Recipe(recipes.pretrain().fprop, recipes.pretrain().dgrad, PLAIN)
 
 
+def test_gradients_of_what_was_quantized():
+    recipe = recipes.pretrain_4over6(requantize=True)
+    assert recipe == dataclasses.replace(recipes.pretrain_4over6(), requantize=True)
+    assert recipe != recipes.pretrain_4over6()
+    assert (recipe.requantizes_w, recipes.pretrain_4over6().requantizes_w) == (True, False)
+    assert not dataclasses.replace(recipes.pretrain(), requantize=True).requantizes_w  # fprop's w, transposed
+
+
 def test_the_repr_names_the_specs():
     recipe = Recipe((None, NVFP4_2D), (NVFP4_SR, four_over_six(block_rows=16)), "dequantized")
     assert repr(recipe) == (
         "Recipe(fprop=Fprop(x=None, w=NVFP4_2D), dgrad=Dgrad(dy=NVFP4_SR, w=FOUR_OVER_SIX_2D_MAE_256), "
-        "wgrad='dequantized')"
+        "wgrad='dequantized', requantize=False)"
     )

@@ -4,7 +4,6 @@ import functools
 import math
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -43,7 +42,7 @@ RECIPES = {
     "row_scaled": recipes.row_scaled(),
     "window64": recipes.window64(),
     "inference": recipes.inference(),
-    "requantized": replace(recipes.pretrain_4over6(), requantize=True),
+    "requantized": recipes.pretrain_4over6(requantize=True),
 }
 PRETRAIN = partial(linear, recipe=RECIPES["pretrain"], key=KEY)
 

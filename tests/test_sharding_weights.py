@@ -182,6 +182,7 @@ TWICE = recipes.pretrain(weight_tiles=False, stochastic_rounding=False)
 RECIPES = {
     "one tensor for both GEMMs": recipes.DEFAULT,
     "quantized twice": TWICE,
+    "quantized of the quantized": replace(TWICE, requantize=True),
     "dequantized": recipes.pretrain(backward="dequantized"),
     "high precision": recipes.inference(),
     "windows": recipes.window64(),
