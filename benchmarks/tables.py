@@ -166,6 +166,8 @@ METHODS = {  # by arm, what it is, and the part of the gap that its paper says i
     "eden": "gradients by MS-EDEN ([Quartet II](https://arxiv.org/abs/2601.22813): 20 % with its forward pass)",
     "two_tensors_ending": "x as two NVFP4 tensors in the last tenth of the steps",
     "w4a16_ending": "x in bfloat16 in the last tenth of the steps",
+    "requantized": "gradients of the quantized x and w (`requantize=True`)",
+    "requantized_ending": "the same, x in bfloat16 in the last tenth of the steps",
 }  # fmt: skip
 
 
@@ -206,7 +208,12 @@ def pretraining() -> Iterable[Cells]:
 
 def methods() -> Iterable[Cells]:
     base, plain = losses("bf16", "methods"), losses("pretrain_4over6", "methods")
-    (steps,) = (run["milliseconds"] for run in load("steps_86m")["runs"] if "pretrain_4over6" in run["milliseconds"])
+    steps = {
+        arm: f"{median(times) / median(run['milliseconds']['bf16']):.2f}"
+        for run in load("steps_86m")["runs"]
+        for arm, times in run["milliseconds"].items()
+        if arm in METHODS
+    }
     for arm, what in METHODS.items():
         loss, larger = losses(arm, "methods"), losses(arm, "methods_12m")
         closed = [100 * (plain[seed] - of_seed) / (plain[seed] - base[seed]) for seed, of_seed in loss.items()]
@@ -214,8 +221,7 @@ def methods() -> Iterable[Cells]:
         shown = "" if arm == "pretrain_4over6" else f"{fmean(closed):.0f} ± {stdev(closed) / len(closed) ** 0.5:.0f}"
         seeds = f"{len(loss)}; {len(larger)}" if larger else str(len(loss))
         of_larger = above(arm, "pretrain_4over6", "methods_12m") if larger else ""
-        step = f"{median(steps[arm]) / median(steps['bf16']):.2f}" if arm in steps else ""
-        yield arm, what, seeds, *of_arm, shown, of_larger, step
+        yield arm, what, seeds, *of_arm, shown, of_larger, steps.get(arm, "")
 
 
 def quantized_cells(rows: Sequence[Mapping[str, Any]]) -> Iterable[Cells]:

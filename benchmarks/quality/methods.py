@@ -92,17 +92,6 @@ def two_tensors(recipe: Recipe) -> Linear:
     return with_gradients(recipe, multiply)
 
 
-def of_quantized(recipe: Recipe) -> Linear:
-    """Takes gradients of the quantized x and w, which the recipe quantizes once more: of what was computed."""
-    forward, quantized_x, quantized_w = forward_of(recipe)
-
-    def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
-        _, backward = jax.vjp(lambda x, w: jnvfp4.linear(x, w, recipe, key=key), quantized_x(x), quantized_w(w))
-        return backward(dy)
-
-    return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)
-
-
 # ---------------------------------------------------------------- gradients by MS-EDEN
 
 EDEN_SCALE, EDEN_MAX = 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813), which rotates 128 by random signs
@@ -167,13 +156,12 @@ def eden_product(a: Array, b: Array, key: Array, group: int = 128, fixed: bool =
     return left.values @ right.values.T * (left.scale * right.scale)
 
 
-def eden(group: int = 128, fixed: bool = False, quantized: bool = True) -> Method:
+def eden(group: int = 128, fixed: bool = False) -> Method:
     """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN.
 
     Args:
       group: how many elements are rotated together (a divisor of K, if that is not one); 0 for no rotation.
       fixed: always by the signs of jnvfp4's rotation, in groups of 16: then not without bias, nor without a rotation.
-      quantized: without it gradients are those of x and w themselves.
     """
 
     def of_recipe(recipe: Recipe) -> Linear:
@@ -181,10 +169,8 @@ def eden(group: int = 128, fixed: bool = False, quantized: bool = True) -> Metho
 
         def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
             of_dx, of_dw = jax.random.split(key)
-            rows, tokens = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            if quantized:
-                tokens, w = quantized_x(tokens), quantized_w(w)
-            dx = eden_product(rows, w.T, of_dx, group, fixed)
+            rows, tokens = dy.reshape(-1, dy.shape[-1]), quantized_x(x.reshape(-1, x.shape[-1]))
+            dx = eden_product(rows, quantized_w(w).T, of_dx, group, fixed)
             dw = eden_product(rows.T, tokens.T, of_dw, group, fixed)
             return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 

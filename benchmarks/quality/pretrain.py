@@ -72,7 +72,7 @@ class Arm:
 
 FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
 PRETRAIN_4OVER6 = recipes.pretrain_4over6()
-REQUANTIZED = replace(PRETRAIN_4OVER6, requantize=True)
+REQUANTIZED = recipes.pretrain_4over6(requantize=True)
 ENDING = replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(None, FOUR_OVER_SIX))
 BASELINE = "bf16"
 ARMS = {
@@ -97,20 +97,17 @@ ARMS = {
     "bf16_decay": Arm(None, seeds=3, decay=0.3),
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
     "4over6_dequantized": Arm(replace(PRETRAIN_4OVER6, dgrad="dequantized", wgrad="dequantized"), seeds=3),
-    "4over6_of_quantized": Arm(REQUANTIZED, seeds=3),
-    "of_quantized_ending": Arm(replace(ENDING, requantize=True), branch_of="4over6_of_quantized", seeds=3),
-    "of_quantized_ends_bf16": Arm(REQUANTIZED, ends_bf16=True, seeds=3),
-    "of_quantized_ends_bf16_ending": Arm(
-        replace(PRETRAIN_4OVER6, fprop=None), ends_bf16=True, branch_of="of_quantized_ends_bf16", seeds=3
+    "requantized": Arm(REQUANTIZED, seeds=3),
+    "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
+    "requantized_ends_bf16": Arm(REQUANTIZED, ends_bf16=True, seeds=3),
+    "requantized_ends_bf16_ending": Arm(
+        replace(PRETRAIN_4OVER6, fprop=None), ends_bf16=True, branch_of="requantized_ends_bf16", seeds=3
     ),
     "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden()),
     "eden_unrotated": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(0)),
     "eden_16": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(16)),
     "eden_16_fixed": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(fixed=True)),
-    "eden_16_fixed_plain": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(fixed=True, quantized=False)),
     "eden_ending": Arm(ENDING, branch_of="eden", seeds=3, method=eden()),
-    "eden_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True, seeds=3, method=eden()),
-    "eden_ends_bf16_ending": Arm(ENDING, ends_bf16=True, branch_of="eden_ends_bf16", seeds=3, method=eden()),
     "mean_of_batch": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((0, 1))),
     "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
     "hot_64_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True, seeds=3, method=hot_channels(64)),

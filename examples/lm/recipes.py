@@ -18,9 +18,13 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "four_over_six_all": partial(recipes.four_over_six, "all"),
     "window64": recipes.window64,
     "pretrain_4over6": recipes.pretrain_4over6,
+    "pretrain_4over6_requantized": partial(recipes.pretrain_4over6, requantize=True),
     "rl": recipes.rl,
     "inference": recipes.inference,
     "weight_only": partial(recipes.inference, weight_only=True),
 }
 # --backward does not change their gradients
-WITHOUT_BACKWARD = ("pretrain_unbiased", "pretrain_4over6", "rl", "inference", "weight_only")
+WITHOUT_BACKWARD = (
+    *("pretrain_unbiased", "pretrain_4over6", "pretrain_4over6_requantized"),
+    *("rl", "inference", "weight_only"),
+)
