@@ -208,12 +208,11 @@ def pretraining() -> Iterable[Cells]:
 
 def methods() -> Iterable[Cells]:
     base, plain = losses("bf16", "methods"), losses("pretrain_4over6", "methods")
-    steps = {
-        arm: f"{median(times) / median(run['milliseconds']['bf16']):.2f}"
-        for run in load("steps_86m")["runs"]
-        for arm, times in run["milliseconds"].items()
-        if arm in METHODS
-    }
+    steps: dict[str, str] = {}
+    for run in load("steps_86m")["runs"]:
+        times = {name: median(values) for name, values in run["milliseconds"].items()}
+        for arm in filter(times.__contains__, METHODS):
+            steps.setdefault(arm, f"{times[arm] / times['bf16']:.2f}")
     for arm, what in METHODS.items():
         loss, larger = losses(arm, "methods"), losses(arm, "methods_12m")
         closed = [100 * (plain[seed] - of_seed) / (plain[seed] - base[seed]) for seed, of_seed in loss.items()]

@@ -80,11 +80,11 @@ class Recipe:
         or "dequantized", to compute it in high precision from the quantized w of fprop, which fprop=None has not.
       wgrad: the pair (spec of dy transposed, spec of x transposed); None and "dequantized" mean the same with x.
       requantize: whether the pairs of dgrad and wgrad quantize what fprop multiplied, the dequantized x and w in their
-        dtypes, instead of x and w: gradients of what was computed. An operand that fprop does not quantize is as it is.
+        dtypes, instead of x and w: gradients of what was computed. What fprop does not quantize it multiplies as it is.
 
     Raises:
       ValueError: a GEMM has neither a pair of specs nor one of the values above, only one of its operands is rotated,
-        or ``requantize`` is True where no gradient has a pair or fprop is None.
+        or requantize is neither True nor False.
     """
 
     fprop: Fprop | None
@@ -103,15 +103,12 @@ class Recipe:
             ("fprop", _specs(Fprop, fprop)),
             ("dgrad", _specs(Dgrad, dgrad)),
             ("wgrad", _specs(Wgrad, wgrad)),
-            ("requantize", requantize),
         ):
             object.__setattr__(self, field, value)
             if fprop is None and value == "dequantized":
                 raise ValueError(f'Recipe: {field} must not be "dequantized" for fprop=None, which quantizes nothing')
         check_switch("Recipe", "requantize", requantize)
-        if requantize and (fprop is None or not (self.dgrad_specs or self.wgrad_specs)):
-            cause = "fprop=None" if fprop is None else "gradients without specs"
-            raise ValueError(f"Recipe: requantize must be False for {cause}, which quantizes nothing twice, got True")
+        object.__setattr__(self, "requantize", requantize)
 
     @property
     def dgrad_specs(self) -> Dgrad | None:
@@ -141,14 +138,14 @@ class Recipe:
 
     @property
     def takes_weight_amax(self) -> bool:
-        """Says whether any spec of w reads the amax of the whole, unrotated w, which ``linear`` takes as ``w_amax``."""
+        """Says whether any spec reads the amax of the whole, unrotated w, which ``linear`` takes as ``w_amax``."""
         fprop, dgrad = self.weight_specs
         return any(spec is not None and spec.plain_amax for spec in (fprop, None if self.requantizes_w else dgrad))
 
     @property
     def requantizes_w(self) -> bool:
-        """Says whether dgrad quantizes the dequantized w of fprop. Where it can read that transposed, it has it."""
-        return self.requantize and not self.one_weight
+        """Says whether dgrad quantizes the dequantized w of fprop: not where it can read that transposed, as it is."""
+        return self.requantize and None not in self.weight_specs and not self.one_weight
 
     @property
     def one_weight(self) -> bool:
@@ -237,8 +234,9 @@ def to_recipe(value: object) -> str:
 def _named() -> dict[Recipe, str]:
     """Returns the names of the recipes that the functions of this module make, which are all different."""
     names = {make(): f"{name}()" for name, make in _makers().items()}
-    weight_only = inference(weight_only=True)
-    return names | {DEFAULT: "DEFAULT", weight_only: "inference(weight_only=True)", Recipe(): "Recipe()"}
+    weight_only, requantized = inference(weight_only=True), pretrain_4over6(requantize=True)
+    more = {weight_only: "inference(weight_only=True)", requantized: "pretrain_4over6(requantize=True)"}
+    return names | more | {DEFAULT: "DEFAULT", Recipe(): "Recipe()"}
 
 
 def _pair_name(pair: tuple[QuantSpec | None, QuantSpec] | Literal["dequantized"] | None) -> str:

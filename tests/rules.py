@@ -460,18 +460,18 @@ rule("K must be a multiple of 16, got K=40 in w.shape=(48, 40)", make, a(48, 40)
 rule("recipe must round w to nearest, got NVFP4_SR and NVFP4_2D; ...", make, a(48, 64), Recipe((NVFP4, NVFP4_SR)))
 rule("recipe must round w to nearest, got None and NVFP4_SR", make, a(48, 64), Recipe(None, (NVFP4, NVFP4_SR)))
 rule("w_axes must be 'nk' or 'kn', got 'NK'", make, a(48, 64), w_axes="NK")
-rule("w_amax must be None, since no spec of w", make, a(48, 64), Recipe((NVFP4, ROW_SCALED), None), w_amax=1.0)
+rule("w_amax must be None, since no spec that reads w", make, a(48, 64), Recipe((NVFP4, ROW_SCALED), None), w_amax=1.0)
 rule("w_amax must be float32 of shape (), got float32 of shape (3,)", make, a(48, 64), w_amax=a(3))
 rule("implementation must be", make, a(48, 64), implementation="cuda")
 rule("TypeError: recipe must be a Recipe, got NVFP4", make, a(48, 64), NVFP4)
 rule("TypeError: w must be an array, got an NVFP4Tensor", make, t(48, 64))
 rule(f"TypeError: w must be {FLOATS}, got int8", make, a(48, 64, dtype=I8))
 square = QuantizedWeight(a(64, 64), t(64, 64), t(64, 64), specs, "kn")
-again = Recipe((NVFP4, NVFP4), (NVFP4, NVFP4), requantize=True)
-text = (
-    "w must have a form for dgrad that is requantized, as the recipe's requantize=True says; make it by QuantizedWeight"
-)
-rule(text, linear, x, QuantizedWeight(a(48, 64), t(48, 64), t(64, 48), again.weight_specs), again)
+for again in (True, False):
+    recipe = Recipe((NVFP4, NVFP4), (NVFP4, NVFP4), requantize=again)
+    held = QuantizedWeight(a(48, 64), t(48, 64), t(64, 48), recipe.weight_specs, requantized=not again)
+    text = f"w must be made with requantize={again}, as the recipe says, got one with {not again}; make it by Quantized"
+    rule(text, linear, x, held, recipe)
 rule("w_axes must be 'kn' for a QuantizedWeight that was made with it, got 'nk'", linear, x, square)
 made = QuantizedWeight(a(48, 64), t(48, 64), t(64, 48), specs)
 text = "w must be quantized by the specs of w in ..., NVFP4_2D and None, got NVFP4_2D and NVFP4_2D; make it by"
@@ -632,9 +632,8 @@ for pair in ((NVFP4,) * 3, (NVFP4,)):
 rule('wgrad must be a pair (dy spec, x spec), "dequantized" or None, got', Recipe, wgrad="bf16")
 for field in ("dgrad", "wgrad"):
     rule("...must not be... for fprop=None", Recipe, None, **{field: "dequantized"})
-text = "requantize must be False for {}, which quantizes nothing twice, got True"
-rule(text.format("fprop=None"), Recipe, None, requantize=True)
-rule(text.format("gradients without specs"), Recipe, dgrad=None, wgrad="dequantized", requantize=True)
+for value in (1, None, "dequantized"):
+    rule(f"requantize must be True or False, got {value!r}", Recipe, None, requantize=value)
 
 # ---------------------------------------------------------------- policies
 rule("path must be a regular expression, got 'a(': missing )", PolicyRule, "a(", Recipe())

@@ -38,6 +38,8 @@ RECIPES = {
     "tiles of 4over6": Recipe((NVFP4, TILES_OF_4OVER6), (NVFP4, TILES_OF_4OVER6), None),
     "two e4m3_max": Recipe((NVFP4, four_over_six(e4m3_max=256)), (four_over_six(e4m3_max=256), NVFP4), None),
     "dequantized": recipes.pretrain(backward="dequantized"),
+    "requantized dx alone": Recipe((NVFP4, NVFP4), (NVFP4, NVFP4), None, requantize=True),
+    "requantized dw alone": Recipe((NVFP4, NVFP4), None, (NVFP4, NVFP4), requantize=True),
     "requantized": recipes.pretrain_4over6(requantize=True),
     "high precision": recipes.pretrain(backward="high_precision"),
     "weight only": recipes.inference(weight_only=True),

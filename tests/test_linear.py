@@ -44,6 +44,9 @@ RECIPES = {
     "requantized": recipes.pretrain_4over6(requantize=True),
     "requantized_tiles": replace(recipes.pretrain(), requantize=True),
     "requantized_w": Recipe((None, NVFP4), (NVFP4_SR, NVFP4_SR), (NVFP4, NVFP4), requantize=True),
+    "requantized_windows": replace(recipes.window64(), requantize=True),
+    "requantized_wgrad": Recipe((NVFP4, NVFP4), None, (NVFP4, NVFP4), requantize=True),
+    "requantized_nothing": replace(recipes.pretrain_4over6(requantize=True), fprop=None),
     "requantized_stochastic": Recipe(SR, SR, (NVFP4_RHT_SR, NVFP4_RHT_SR), requantize=True),
 }
 ALL_RECIPES = {**RECIPES, **{f"recipes_{name}": recipe for name, (recipe, *_) in TABLE.items()}}
@@ -144,6 +147,7 @@ def test_every_recipe_is_its_composition(native, w_axes):
 
 
 SOME = ["plain", "dequantized_backward", "mixed", "rotated", "row_scaled", "windows", "recipes_pretrain"]
+SOME += ["requantized", "requantized_windows"]
 TOKENS_OF = {1: ["plain"], 7: SOME}
 
 
@@ -158,7 +162,7 @@ def test_any_number_of_tokens(native, tokens):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_other_float_types(native, dtype):
     operands = normal((20, 64), 1, dtype), normal((48, 64), 2, dtype), normal((20, 48), 3, dtype)
-    assert_composed(native, operands, ["plain", "forward_in_high_precision"])
+    assert_composed(native, operands, ["plain", "forward_in_high_precision", "requantized"])
 
 
 def test_gemms_in_high_precision_round_neither_operand_to_the_dtype_of_the_other(cpu):
@@ -250,7 +254,7 @@ def test_out_dtype_is_that_of_the_result_alone(native, recipe, out_dtype):
 
 
 @pytest.mark.parametrize("implementation", [None, "native", "reference"])
-@pytest.mark.parametrize("recipe", ["plain", "dequantized_backward", "recipes_pretrain", "recipes_window64", "mixed"])
+@pytest.mark.parametrize("recipe", SOME)
 def test_the_implementation_is_that_of_every_quantizer_and_gemm(recipe, implementation):
     f = partial(run, recipe=ALL_RECIPES[recipe], implementation=implementation)
     ours = [eqn for eqn in equations_of(f, *SMALL) if eqn.primitive.name.startswith("nvfp4")]
@@ -298,8 +302,14 @@ def test_the_amax_of_w_is_for_the_whole_unrotated_w(cpu):
     assert_bitwise(y, matmul_nt(quantize(x), quantize(w, amax=9.0), out_dtype=x.dtype))
     found = quantize(dy, NVFP4_RHT), quantize(w, NVFP4_RHT, transpose=True)
     assert_bitwise(dx, matmul_nt(*found, out_dtype=x.dtype))
-    with pytest.raises(ValueError, match="linear: w_amax must be None, since no spec of w in the recipe has"):
+    with pytest.raises(ValueError, match="linear: w_amax must be None, since no spec that reads w has"):
         linear(x, w, Recipe(rotated, rotated, None), w_amax=9.0)
+    again = Recipe(plain, plain, None, requantize=True)
+    read = quantize(w, amax=9.0)
+    of_values = quantize(dy), quantize(dequantize(read, w.dtype), transpose=True)
+    assert_bitwise(run(x, w, dy, again, w_amax=9.0)[1], matmul_nt(*of_values, out_dtype=x.dtype))
+    with pytest.raises(ValueError, match="linear: w_amax must be None, since no spec that reads w has"):
+        linear(x, w, Recipe((NVFP4, ROW_SCALED), plain, None, requantize=True), w_amax=9.0)
 
 
 # ---------------------------------------------------------------- w [K, N]

@@ -221,9 +221,7 @@ def test_grouped_linear_takes_experts_quantized_once(cpu, w_axes):
 
     def results(x, w, dy, once):
         def of(recipe):
-            make = partial(
-                QuantizedWeight.of, recipe=replace(recipe, wgrad=None, requantize=recipe.requantize), w_axes=w_axes
-            )
+            make = partial(QuantizedWeight.of, recipe=replace(recipe, wgrad=None), w_axes=w_axes)
             options = {"product": grouped_linear, "group_sizes": sizes, "key": KEY, "w_axes": w_axes}
             return vjp_of(x, w, dy, recipe, jax.vmap(make)(w) if once else None, **options)
 

@@ -23,6 +23,7 @@ RECIPES = {
     "default": recipes.DEFAULT,
     "pretrain": recipes.pretrain(),
     "4over6": recipes.pretrain_4over6(),
+    "requantized": recipes.pretrain_4over6(requantize=True),
     "window64": recipes.window64(stochastic_rounding=False),
     "dequantized": recipes.pretrain(backward="dequantized"),
     "dequantized dx": Recipe((NVFP4_RHT, NVFP4_RHT), (NVFP4_RHT_SR, NVFP4_RHT), "dequantized"),

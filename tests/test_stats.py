@@ -64,7 +64,7 @@ CONFIGS = {
     "only gradients": Config(replace(recipes.pretrain(), fprop=None), (40, 64)),  # tokens are padded to 48
     "weight-only": Config(recipes.inference(weight_only=True), (24, 64)),
     "rl": Config(recipes.rl(four_over_six=True), (40, 80), dtype="float16"),
-    "kn": Config(recipes.pretrain_4over6(), (32, 64), options=(("w_axes", "kn"),)),
+    "kn": Config(recipes.pretrain_4over6(requantize=True), (32, 64), options=(("w_axes", "kn"),)),
 }
 
 

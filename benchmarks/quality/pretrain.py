@@ -101,7 +101,7 @@ ARMS = {
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
     "requantized_ends_bf16": Arm(REQUANTIZED, ends_bf16=True, seeds=3),
     "requantized_ends_bf16_ending": Arm(
-        replace(PRETRAIN_4OVER6, fprop=None), ends_bf16=True, branch_of="requantized_ends_bf16", seeds=3
+        replace(REQUANTIZED, fprop=None), ends_bf16=True, branch_of="requantized_ends_bf16", seeds=3
     ),
     "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden()),
     "eden_unrotated": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(0)),

@@ -32,6 +32,10 @@ class Gather(NamedTuple):
         """Places an array as products read it."""
         return place(w, self.mesh, self.gathered)
 
+    def keep(self, t: NVFP4Tensor) -> NVFP4Tensor:
+        """Places a quantized tensor as each device keeps it, as bytes: before what is computed of it there."""
+        return moved_as_bytes(t, lambda part: place(part, self.mesh, self.sharded[: part.ndim]), t.amax.ndim > 0)
+
     def gather(self, t: NVFP4Tensor) -> NVFP4Tensor:
         """Moves a quantized tensor from where each device keeps it to where products read it, the scale as bytes.
 

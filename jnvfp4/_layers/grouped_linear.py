@@ -19,6 +19,7 @@ from .._primitives._groups import Rows, rows_of
 from .._primitives.grouped_contract import grouped_contract_p
 from .._primitives.grouped_dot import GroupedDotParams, grouped_dot_p
 from ..recipes import DEFAULT, Recipe
+from ..spec import QuantSpec
 from .dot_general import LayerProduct, dtype_of_lax, padded
 from .gather import as_pair
 from .layer import Call, Given, Products, call_of, dense, multiply
@@ -85,9 +86,15 @@ def grouped_linear(
 
 
 def _without_wgrad(recipe: Recipe) -> Recipe:
-    if not recipe.wgrad_specs:
-        return recipe
-    return replace(recipe, wgrad=None, requantize=recipe.requantize and recipe.dgrad_specs is not None)
+    return replace(recipe, wgrad=None) if recipe.wgrad_specs else recipe
+
+
+def _keys(base: jax.Array | None, w: jax.Array) -> jax.Array | None:
+    """Returns the keys of experts, sharded like them."""
+    if base is None:
+        return None
+    experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
+    return jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
 
 
 # ---------------------------------------------------------------- the GEMMs
@@ -133,16 +140,15 @@ class Grouped(Products):
         """Returns x with zeros in the rows that no group holds, so that what they have is in no amax and in no sum."""
         return _masked(x, self.rows)
 
-    def quantized_weights(
-        self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given, source: int | None
-    ) -> Pair:
+    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
         """Quantizes each expert with a key of its own."""
         if specs == (None, None):
             return None, None
-        base = quantizer.key_of(W, *specs)
-        experts = resharded(jnp.arange(w.shape[0], dtype=jnp.uint32), axes_of_dims(jax.typeof(w)))
-        keys = None if base is None else jax.vmap(lambda g: jax.random.fold_in(base, g))(experts)
-        return jax.vmap(lambda w, key: quantizer.pair_from(source, w, specs, key))(w, keys)
+        return jax.vmap(lambda w, key: quantizer.pair(w, specs, key))(w, _keys(quantizer.key_of(W, *specs), w))
+
+    def weights_again(self, quantizer: Quantizer, w: NVFP4Tensor, dtype: DTypeLike, spec: QuantSpec) -> NVFP4Tensor:
+        keys = _keys(quantizer.key_of(W, spec), w.data)
+        return jax.vmap(lambda w, key: quantizer.again(w, dtype, spec, key))(w, keys)
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call

@@ -17,6 +17,7 @@ from .._ops.arguments import Accumulation, Checks, Implementation
 from .._ops.quantize import dequantize
 from .._primitives._groups import check_sizes
 from ..recipes import Recipe
+from ..spec import QuantSpec
 from . import stats as statistics
 from .keys import PASS_KEY, needs_key
 from .quantizer import DY, Operand, Pair, Quantizer, SpecPair, T, X, named, pack, unpack
@@ -56,10 +57,12 @@ class Products(ABC):
         return x
 
     @abstractmethod
-    def quantized_weights(
-        self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given, source: int | None
-    ) -> Pair:
-        """Quantizes w along its last axis and along the one before, as ``Quantizer.pair_from`` does."""
+    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
+        """Quantizes w along its last axis and along the one before, by the specs that are given."""
+
+    @abstractmethod
+    def weights_again(self, quantizer: Quantizer, w: NVFP4Tensor, dtype: DTypeLike, spec: QuantSpec) -> NVFP4Tensor:
+        """Quantizes the values of w [..., N, K] along N."""
 
     @abstractmethod
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: Given) -> jax.Array:
@@ -228,8 +231,11 @@ def _forward(
     x = products.masked(x)
     of_x, of_w = recipe.fprop or (None, None)
     of_x_t = recipe.wgrad_specs.x if recipe.wgrad_specs and kept_x == "transposed" else None
-    source, key_of_x = 0 if recipe.requantize else None, quantizer.key_of(X, of_x, of_x_t)
-    x_row, x_t = quantizer.pair_from(source, x, (of_x, of_x_t), key_of_x, unit=recipe.unit_of_wgrad)
+    key_of_x, unit = quantizer.key_of(X, of_x, of_x_t), recipe.unit_of_wgrad
+    again = recipe.requantize and of_x is not None
+    x_row, x_t = quantizer.pair(x, (of_x, None if again else of_x_t), key_of_x, unit=unit)
+    if again and x_row is not None and of_x_t is not None:
+        x_t = quantizer.again(x_row, x.dtype, of_x_t, key_of_x, unit)
     made_of_x = Made(x, (x_row, x_t))
     qx, saved_x = _named(x if x_row is None else x_row, kept_x, x_t, x)
     if isinstance(w, NVFP4Tensor):
@@ -241,9 +247,12 @@ def _forward(
         qw, saved_w = w_row, _saved(kept_w, w_row, w_t, w)
     else:
         of_w_t = recipe.dgrad_specs.w if recipe.dgrad_specs and kept_w == "transposed" else None
-        specs = weights.ordered(of_w, of_w_t)
-        pair = products.quantized_weights(quantizer, w, specs, known, weights.source(recipe))
+        of_array = None if recipe.requantizes_w else of_w_t
+        pair = products.quantized_weights(quantizer, w, weights.ordered(of_w, of_array), known)
         w_row, w_t = weights.ordered(*pair)
+        if recipe.requantizes_w and w_row is not None and of_w_t is not None:
+            w_row = weights.kept(w_row)
+            w_t = products.weights_again(quantizer, w_row, w.dtype, of_w_t)
         # Named before they are gathered: a checkpoint policy saves the quantizers' work, and the part of a device.
         qw, saved_w = _named(w_row, kept_w, w_t, w)
     if qw is None:

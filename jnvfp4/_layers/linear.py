@@ -16,6 +16,7 @@ from .._ops.arguments import Accumulation, operation
 from .._ops.matmul import contract_rows, matmul_nt
 from .._primitives._products import product
 from ..recipes import DEFAULT, Recipe
+from ..spec import QuantSpec
 from .gather import as_pair
 from .layer import Call, Given, Products, call_of, dense, multiply
 from .quantizer import Operand, Pair, Quantizer, SpecPair, T, W
@@ -77,7 +78,7 @@ def linear(
         sums over tokens are reduce-scattered in float32 and then rounded to the dtype of w. A GEMM in high precision
         reads the original w, which XLA gathers in its own dtype. A sharding is a NamedSharding or, where the mesh is
         known (that of w, or of ``jax.set_mesh``), a PartitionSpec, and splits w between its blocks.
-      w_amax: float32 (), the amax of w for every spec of w with amax scope "tensor" and without ``rht``; larger
+      w_amax: float32 (), the amax of w for every spec that reads w and has amax scope "tensor" and no ``rht``; larger
         magnitudes saturate. None finds it here. A w that is quantized already takes none.
       stats: a probe (``jnvfp4.stats.probe``), whose gradient is the statistics of the FP4 tensors of x,
         w and dy in this call; or zeros, float32 [K, K], whose gradient is X^T X of x before it is quantized
@@ -141,10 +142,11 @@ class Dense(Products):
             )
         return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if flatten else x
 
-    def quantized_weights(
-        self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given, source: int | None
-    ) -> Pair:
-        return quantized_along(w, specs, quantizer, quantizer.key_of(W, *specs), amax, source)
+    def quantized_weights(self, quantizer: Quantizer, w: jax.Array, specs: SpecPair, amax: Given) -> Pair:
+        return quantized_along(w, specs, quantizer, quantizer.key_of(W, *specs), amax)
+
+    def weights_again(self, quantizer: Quantizer, w: NVFP4Tensor, dtype: DTypeLike, spec: QuantSpec) -> NVFP4Tensor:
+        return quantizer.again(w, dtype, spec, quantizer.key_of(W, spec))
 
     def fprop(self, x: Operand, w: NVFP4Tensor, bias: jax.Array | None) -> jax.Array:
         call = self.call

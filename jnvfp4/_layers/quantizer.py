@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from .._core.tensor import NVFP4Tensor, with_float_scale, with_scale_bytes
 from .._ops.arguments import AmaxPair, Implementation
@@ -77,24 +78,14 @@ class Quantizer(NamedTuple):
         row, col = (None if spec is None else next(made) for spec in specs)
         return row if row is None else _crop_rows(row, x.shape[0]), col
 
-    def pair_from(
-        self,
-        source: int | None,
-        x: jax.Array,
-        specs: SpecPair,
-        key: jax.Array | None,
-        amax: AmaxPair = (None, None),
-        unit: int = 1,
-    ) -> Pair:
-        """Quantizes as ``pair`` does, but what is at ``source`` of it alone is made of x, the other of its values."""
-        if source is None or None in specs:
-            return self.pair(x, specs, key, amax, unit)
-        of_x: SpecPair = (specs[0], None) if source == 0 else (None, specs[1])
-        made = self.pair(x, of_x, key, amax, unit)[source]
-        assert made is not None
-        values = dequantize(made, x.dtype, implementation=self.implementation)
-        _, other = self.pair(values, (None, specs[1 - source]), key, unit=unit)
-        return (made, other) if source == 0 else (other, made)
+    def again(
+        self, row: NVFP4Tensor, dtype: DTypeLike, spec: QuantSpec, key: jax.Array | None, unit: int = 1
+    ) -> NVFP4Tensor:
+        """Makes the second tensor of a pair of the values of the first."""
+        values = dequantize(row, dtype, implementation=self.implementation)
+        _, col = self.pair(values, (None, spec), key, unit=unit)
+        assert col is not None
+        return col
 
 
 def named(t: T, for_backward: bool) -> T:

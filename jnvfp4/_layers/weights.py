@@ -42,13 +42,13 @@ class Weights(NamedTuple):
         """Returns a pair for w [..., N, K] in the order of the axes that w has; it is its own inverse."""
         return (first, second) if self.order == "nk" else (second, first)
 
-    def source(self, recipe: Recipe) -> int | None:
-        """Returns which of the quantized forms, in the order of the axes of w, the other is made of; None for w."""
-        return (0 if self.order == "nk" else 1) if recipe.requantizes_w else None
-
     def as_nk(self, w: jax.Array) -> jax.Array:
         """Returns w [..., N, K]."""
         return w if self.order == "nk" else jnp.swapaxes(w, -1, -2)
+
+    def kept(self, w: NVFP4Tensor) -> NVFP4Tensor:
+        """Places w, quantized along K, as each device keeps it: what is made of its values is made there, too."""
+        return w if self.gather is None else self.gather.keep(w)
 
     def for_fprop(self, w: NVFP4Tensor) -> NVFP4Tensor:
         """Moves w, quantized along K, to where GEMMs read it."""
@@ -139,17 +139,18 @@ class QuantizedWeight:
             )
         check.contractions(array.shape, *weights.ordered(*array.shape))
         amax, values = check.weight_amax(array, w_amax), lax.stop_gradient(array)
-        quantizer, source = Quantizer(None, implementation), weights.source(recipe)
-        pair = quantized_along(values, weights.ordered(*specs), quantizer, None, amax, source)
-        return cls(array, *weights.ordered(*pair), specs, w_axes, recipe.requantizes_w)
+        quantizer, (of_fprop, of_dgrad) = Quantizer(None, implementation), specs
+        of_array = weights.ordered(of_fprop, None if recipe.requantizes_w else of_dgrad)
+        fprop, dgrad = weights.ordered(*quantized_along(values, of_array, quantizer, None, amax))
+        if recipe.requantizes_w and fprop is not None and of_dgrad is not None:
+            dgrad = quantizer.again(fprop, values.dtype, of_dgrad, None)
+        return cls(array, fprop, dgrad, specs, w_axes, recipe.requantizes_w)
 
 
-def quantized_along(
-    w: jax.Array, specs: SpecPair, quantizer: Quantizer, key: jax.Array | None, amax: Amax, source: int | None
-) -> Pair:
+def quantized_along(w: jax.Array, specs: SpecPair, quantizer: Quantizer, key: jax.Array | None, amax: Amax) -> Pair:
     """Quantizes a matrix along its last axis and along its first, with the amax given where a spec takes one."""
     first, second = (amax if spec is not None and spec.plain_amax else None for spec in specs)
-    return quantizer.pair_from(source, w, specs, key, (first, second))
+    return quantizer.pair(w, specs, key, (first, second))
 
 
 def _names(specs: SpecPair) -> str:
@@ -218,8 +219,8 @@ class LayerChecks(Checks):
             )
         if w.requantized != self.recipe.requantizes_w:
             raise ValueError(
-                f"{op}: w must have a form for dgrad that is {'' if w.requantized else 're'}quantized, as the recipe's "
-                f"requantize={self.recipe.requantize} says; make it by QuantizedWeight.of(w, recipe)"
+                f"{op}: w must be made with requantize={not w.requantized}, as the recipe says, got one with "
+                f"{w.requantized}; make it by QuantizedWeight.of(w, recipe)"
             )
         for form, axes in ((w.fprop, "nk"), (w.dgrad, "kn")):
             step = 1 if axes == order else -1
@@ -267,7 +268,7 @@ class LayerChecks(Checks):
             raise ValueError(f"{op}: w_amax must be None for {which}, which has an amax, got {w_amax!r}")
         if not self.recipe.takes_weight_amax:
             raise ValueError(
-                f'{op}: w_amax must be None, since no spec of w in the recipe has amax_scope "tensor" without rht, got '
+                f'{op}: w_amax must be None, since no spec that reads w has amax_scope "tensor" without rht, got '
                 f"{w_amax!r}"
             )
         amax = self.amax(w_amax)
