@@ -394,7 +394,7 @@ def pretrain_4over6(*, stochastic_rounding: bool = True, requantize: bool = Fals
     Args:
       stochastic_rounding: as in ``pretrain``.
       requantize: quantize what the forward pass multiplied for the gradients, instead of x and w
-        (``Recipe.requantize``). In our runs the loss is lower; a step takes longer.
+        (``Recipe.requantize``). Losses and times are in docs/results.md.
 
     Source: the ablations of Quartet II (IST-DASLab), where the forward pass causes most of the loss, 4over6 lessens it
     and 16x16 tiles add to it.

@@ -77,7 +77,7 @@ def by_tokens(x, spec, index, key):
 
 def composition(x, w, dy, recipe, bias=None, key=KEY, w_axes="nk"):
     """y, dx, dw of linear for x [M, K]."""
-    kn = w_axes == "kn"
+    kn, again = w_axes == "kn", recipe.requantize and recipe.fprop is not None
     if recipe.fprop is None:
         y = dense(x, w, ((1,), (0,) if kn else (1,)), jnp.float32)
         y = (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
@@ -88,7 +88,7 @@ def composition(x, w, dy, recipe, bias=None, key=KEY, w_axes="nk"):
         y = matmul_nt(qx, qw, out_dtype=x.dtype, bias=bias)
     if isinstance(recipe.dgrad, tuple):
         dy_spec, w_spec = recipe.dgrad
-        if recipe.requantize and recipe.fprop is not None:
+        if again:
             wt = operand(dequantize(qw, w.dtype), w_spec, 1, key, transpose=True)
         else:
             wt = operand(w, w_spec, 1, key, transpose=not kn)
@@ -99,7 +99,7 @@ def composition(x, w, dy, recipe, bias=None, key=KEY, w_axes="nk"):
         dx = dense(dy, dequantize(qw, dy.dtype), ((1,), (0,)), x.dtype)
     if isinstance(recipe.wgrad, tuple):
         unit = 64 if WINDOW64 in recipe.wgrad else 16
-        x_hat = dequantize(qx, x.dtype) if recipe.requantize and recipe.fprop is not None and recipe.fprop.x else x
+        x_hat = dequantize(qx, x.dtype) if again and x_spec is not None else x
         of = zip((dy, x_hat), recipe.wgrad, (2, 0), strict=True)
         dyt, xt = (operand(pad(v, unit), spec, i, key, True) for v, spec, i in of)
         dw = matmul_nt(*((xt, dyt) if kn else (dyt, xt)), out_dtype=w.dtype)
