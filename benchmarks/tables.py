@@ -156,18 +156,20 @@ ARMS = (
 )  # fmt: skip
 METHODS = {  # by arm, what it is, and the part of the gap that its paper says it closes
     "pretrain_4over6": "",
-    "resets": "OsciReset of [TetraJet-v2](https://arxiv.org/abs/2510.27527): 51 % with its other methods",
-    "row_x_search_w": "x row-scaled 4over6, block scales of w searched",
-    "mean_of_batch": "x without its mean over the batch ([Averis](https://arxiv.org/abs/2603.10444): 42, 26 %)",
-    "mean_of_sequence": "x without its mean over each sequence",
+    "w4a16_ending": "x in bfloat16 in the last tenth of the steps",
+    "two_tensors_ending": "x as two NVFP4 tensors in the last tenth of the steps",
+    "requantized": "gradients of the quantized x and w (`requantize=True`)",
+    "requantized_ending": "the same, x in bfloat16 in the last tenth of the steps",
+    "requantized_ends_bf16": "`requantized`, first and last block in bfloat16",
+    "requantized_ends_bf16_ending": "the same, `fprop=None` in the last tenth of the steps",
+    "eden": "gradients by MS-EDEN ([Quartet II](https://arxiv.org/abs/2601.22813): 20 % with its forward pass)",
     "hot_16": "16 channels in bfloat16 ([CHON](https://arxiv.org/abs/2602.02047): 38 % with its other methods)",
     "hot_64": "64 channels in bfloat16",
     "hot_64_ends_bf16": "the same, first and last block in bfloat16",
-    "eden": "gradients by MS-EDEN ([Quartet II](https://arxiv.org/abs/2601.22813): 20 % with its forward pass)",
-    "two_tensors_ending": "x as two NVFP4 tensors in the last tenth of the steps",
-    "w4a16_ending": "x in bfloat16 in the last tenth of the steps",
-    "requantized": "gradients of the quantized x and w (`requantize=True`)",
-    "requantized_ending": "the same, x in bfloat16 in the last tenth of the steps",
+    "mean_of_sequence": "x without its mean over each sequence ([Averis](https://arxiv.org/abs/2603.10444): 42, 26 %)",
+    "mean_of_batch": "the same, mean over the batch",
+    "row_x_search_w": "x row-scaled 4over6, block scales of w searched",
+    "resets": "OsciReset of [TetraJet-v2](https://arxiv.org/abs/2510.27527): 51 % with its other methods",
 }  # fmt: skip
 
 
@@ -214,13 +216,14 @@ def methods() -> Iterable[Cells]:
         for arm in filter(times.__contains__, METHODS):
             steps.setdefault(arm, f"{times[arm] / times['bf16']:.2f}")
     for arm, what in METHODS.items():
-        loss, larger = losses(arm, "methods"), losses(arm, "methods_12m")
+        loss, larger, longer = (losses(arm, file) for file in ("methods", "methods_12m", "methods_60"))
         closed = [100 * (plain[seed] - of_seed) / (plain[seed] - base[seed]) for seed, of_seed in loss.items()]
         of_arm = (above(arm, other, "methods") for other in ("bf16", "pretrain_4over6"))
         shown = "" if arm == "pretrain_4over6" else f"{fmean(closed):.0f} ± {stdev(closed) / len(closed) ** 0.5:.0f}"
         seeds = f"{len(loss)}; {len(larger)}" if larger else str(len(loss))
         of_larger = above(arm, "pretrain_4over6", "methods_12m") if larger else ""
-        yield arm, what, seeds, *of_arm, shown, of_larger, steps.get(arm, "")
+        of_longer = above(arm, "pretrain_4over6", "methods_60") if longer else ""
+        yield arm, what, seeds, *of_arm, shown, of_larger, of_longer, steps.get(arm, "")
 
 
 def quantized_cells(rows: Sequence[Mapping[str, Any]]) -> Iterable[Cells]:
@@ -327,7 +330,8 @@ TABLES = {
     ),
     "methods": Table(
         "arm | what it is; in its paper | seeds, 4.8; 12.4 M | above bf16, % | above pretrain_4over6, % | gap closed, %"
-        " | 12.4 M: above pretrain_4over6, % | 86 M: step (of endings their own) over bf16's",
+        " | 12.4 M: above pretrain_4over6, % | 60 tokens per parameter: the same, %"
+        " | 86 M: step (of endings their own) over bf16's",
         methods,
     ),
     "quantized": Table(

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import scipy.linalg  # type: ignore[import-untyped]
 from jax import Array, lax
 
@@ -72,12 +71,9 @@ def without_mean(axes: tuple[int, ...]) -> Method:
 def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callable[[Array], Array]]:
     """Returns the recipe of the forward pass alone, and what it makes of x and of w."""
     assert recipe.fprop is not None
-
-    def quantize(spec: QuantSpec | None) -> Callable[[Array], Array]:
-        return lambda array: array if spec is None else jnvfp4.fake_quant(array, spec)
-
-    x_spec, w_spec = recipe.fprop
-    return replace(recipe, dgrad=None, wgrad=None), quantize(x_spec), quantize(w_spec)
+    assert recipe.fprop.x is not None
+    quantized_x, quantized_w = (partial(jnvfp4.fake_quant, spec=spec) for spec in (recipe.fprop.x, recipe.fprop.w))
+    return replace(recipe, dgrad=None, wgrad=None), quantized_x, quantized_w
 
 
 def two_tensors(recipe: Recipe) -> Linear:
@@ -95,7 +91,6 @@ def two_tensors(recipe: Recipe) -> Linear:
 # ---------------------------------------------------------------- gradients by MS-EDEN
 
 EDEN_SCALE, EDEN_MAX = 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813), which rotates 128 by random signs
-FIXED_SIGNS = np.where(0xD7E8 >> np.arange(16) & 1, np.float32(-1), np.float32(1))  # of jnvfp4's rotation
 
 
 class Rotated(NamedTuple):
@@ -119,20 +114,16 @@ def stochastic_e4m3(x: Array, key: Array) -> Array:
     return jnp.minimum(jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step, 448.0)
 
 
-def ms_eden(x: Array, signs: Array | None, key: Array) -> Rotated:
-    """Quantizes [..., K], rotated in groups as long as ``signs`` if given.
-
-    Its mean over random signs and keys is nearly x. Over keys alone it has the direction of what was rounded to
-    nearest, but its projection on each group of x is the group's.
+def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
+    """Quantizes [..., K], rotated in groups as long as ``signs``. Its mean over random signs and keys is nearly x.
 
     Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
     the codes on each group then gives its error back to the block scales, which are rounded stochastically.
     """
-    size = 16 if signs is None else signs.shape[0]
+    size = signs.shape[0]
     groups = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], -1, size)
-    if signs is not None:
-        hadamard = jnp.asarray(scipy.linalg.hadamard(size), jnp.float32) * signs
-        groups = jnp.einsum("...k,jk->...j", groups, hadamard) * size**-0.5
+    hadamard = jnp.asarray(scipy.linalg.hadamard(size), jnp.float32) * signs
+    groups = jnp.einsum("...k,jk->...j", groups, hadamard) * size**-0.5
     blocks = groups.reshape(*groups.shape[:-1], -1, 16)
     amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
     largest = jnp.max(amax)
@@ -146,22 +137,18 @@ def ms_eden(x: Array, signs: Array | None, key: Array) -> Rotated:
     return Rotated((codes * of_block).reshape(x.shape), scale)
 
 
-def eden_product(a: Array, b: Array, key: Array, group: int = 128, fixed: bool = False) -> Array:
+def eden_product(a: Array, b: Array, key: Array, group: int = 128) -> Array:
     """Multiplies [M, K] by [N, K]^T, both by MS-EDEN with the same signs. -> float32"""
     of_signs, of_a, of_b = jax.random.split(key, 3)
-    signs: Array | None = jnp.asarray(FIXED_SIGNS)
-    if not fixed:
-        signs = jax.random.rademacher(of_signs, (math.gcd(group, a.shape[-1]),), jnp.float32) if group else None
+    signs = jax.random.rademacher(of_signs, (math.gcd(group, a.shape[-1]),), jnp.float32)
     left, right = ms_eden(a, signs, of_a), ms_eden(b, signs, of_b)
     return left.values @ right.values.T * (left.scale * right.scale)
 
 
-def eden(group: int = 128, fixed: bool = False) -> Method:
+def eden(group: int = 128) -> Method:
     """Multiplies as the recipe in the forward pass; gradients are those of its quantized x and w, by MS-EDEN.
 
-    Args:
-      group: how many elements are rotated together (a divisor of K, if that is not one); 0 for no rotation.
-      fixed: always by the signs of jnvfp4's rotation, in groups of 16: then not without bias, nor without a rotation.
+    ``group`` says how many elements are rotated together: a divisor of K, if that is not one.
     """
 
     def of_recipe(recipe: Recipe) -> Linear:
@@ -170,8 +157,8 @@ def eden(group: int = 128, fixed: bool = False) -> Method:
         def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
             of_dx, of_dw = jax.random.split(key)
             rows, tokens = dy.reshape(-1, dy.shape[-1]), quantized_x(x.reshape(-1, x.shape[-1]))
-            dx = eden_product(rows, quantized_w(w).T, of_dx, group, fixed)
-            dw = eden_product(rows.T, tokens.T, of_dw, group, fixed)
+            dx = eden_product(rows, quantized_w(w).T, of_dx, group)
+            dw = eden_product(rows.T, tokens.T, of_dw, group)
             return dx.reshape(x.shape).astype(x.dtype), dw.astype(w.dtype)
 
         return with_pull(lambda x, w: jnvfp4.linear(x, w, forward), pull)

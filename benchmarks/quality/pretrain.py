@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from jnvfp4 import QuantSpec, Recipe, recipes
+from jnvfp4 import NVFP4, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, QuantSpec, Recipe, recipes
 from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
@@ -90,24 +90,24 @@ ARMS = {
     "row_scaled": Arm(recipes.row_scaled(), seeds=1),
     "pretrain_ends_bf16": Arm(recipes.pretrain(), ends_bf16=True),
     "resets": Arm(PRETRAIN_4OVER6, seeds=3, resets=FOUR_OVER_SIX),
+    "search_x": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(SEARCH, FOUR_OVER_SIX)), seeds=3),
     "search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(FOUR_OVER_SIX, SEARCH)), seeds=3),
+    "search_both": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(SEARCH, SEARCH)), seeds=3),
     "row_x_search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(ROW_FOUR_OVER_SIX, SEARCH)), seeds=3),
     "hot_16": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(16)),
     "hot_64": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(64)),
     "bf16_decay": Arm(None, seeds=3, decay=0.3),
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
-    "4over6_dequantized": Arm(replace(PRETRAIN_4OVER6, dgrad="dequantized", wgrad="dequantized"), seeds=3),
     "requantized": Arm(REQUANTIZED, seeds=3),
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
+    "requantized_rotated": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_RHT_SR, NVFP4_RHT)), seeds=3),
+    "requantized_no_tiles": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_SR, NVFP4)), seeds=3),
     "requantized_ends_bf16": Arm(REQUANTIZED, ends_bf16=True, seeds=3),
     "requantized_ends_bf16_ending": Arm(
         replace(REQUANTIZED, fprop=None), ends_bf16=True, branch_of="requantized_ends_bf16", seeds=3
     ),
     "eden": Arm(PRETRAIN_4OVER6, seeds=3, method=eden()),
-    "eden_unrotated": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(0)),
     "eden_16": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(16)),
-    "eden_16_fixed": Arm(PRETRAIN_4OVER6, seeds=3, method=eden(fixed=True)),
-    "eden_ending": Arm(ENDING, branch_of="eden", seeds=3, method=eden()),
     "mean_of_batch": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((0, 1))),
     "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
     "hot_64_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True, seeds=3, method=hot_channels(64)),
