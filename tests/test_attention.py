@@ -443,7 +443,8 @@ def test_a_donated_cache_stays_where_it_is(native):
 
 # ---------------------------------------------------------------- transforms
 EXAMPLE = make([64, 64, 64], capacity=128)
-PAGED = paged(EXAMPLE)._replace(lengths=np.array([64, 0, 30], np.int32))
+PAGED = paged(EXAMPLE, spare=0)._replace(lengths=np.array([64, 0, 30], np.int32))
+PAGED.cache.pages[2, 0] = 2**31 - 1  # the nearest page is read, and no row is written
 EXAMPLE = EXAMPLE._replace(lengths=PAGED.lengths)
 
 

@@ -38,8 +38,11 @@ class Cache(NamedTuple):
         return self.keys[0].ndim - 4
 
 
-def merged(cache: Cache) -> Cache:
-    """Merges the outer axes of the arrays of one device into the sequences, or into the pages of the pool."""
+def merged(cache: Cache, *, reads: bool) -> Cache:
+    """Merges the outer axes of the arrays of one device into the sequences, or into the pages of the pool.
+
+    Of pages that do not exist, ``reads`` takes the nearest of the example's own pool, as kernels do; else it is -1.
+    """
     if not (outer := cache.outer):
         return cache
     keys, values = (tuple(merged_axes(part, outer + 1) for part in parts) for parts in (cache.keys, cache.values))
@@ -48,8 +51,9 @@ def merged(cache: Cache) -> Cache:
     shape, pool = cache.pages.shape, cache.keys[0].shape[outer]
     first = pool * lax.broadcasted_iota(jnp.int32, (math.prod(shape[:outer]), *shape[outer:]), 0)
     pages = merged_axes(cache.pages, outer)
-    exists = (pages >= 0) & (pages < pool)
-    return Cache(keys, values, merged_axes(jnp.where(exists, pages + first, -1), 2))
+    nearest = jnp.clip(pages, 0, pool - 1)
+    found = nearest + first if reads else jnp.where(nearest == pages, pages + first, -1)
+    return Cache(keys, values, merged_axes(found, 2))
 
 
 def merged_axes(x: jax.Array, count: int) -> jax.Array:

@@ -68,7 +68,7 @@ def _empty(_: AppendParams, *flat: jax.Array) -> Sequence[jax.Array]:
 def _local(p: AppendParams, backend: Backend, *flat: jax.Array) -> Sequence[jax.Array]:
     cache, (k, v, positions) = unpack(flat, p.paged)
     lead = k.ndim - 2
-    cache, k, v, positions = merged(cache), *(merged_axes(x, lead) for x in (k, v, positions))
+    cache, k, v, positions = merged(cache, reads=False), *(merged_axes(x, lead) for x in (k, v, positions))
     parts = _append(backend, cache, k, v, positions)
     return [part.reshape(old.shape) for part, old in zip(parts, flat[:6], strict=True)]
 

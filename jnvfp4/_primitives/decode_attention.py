@@ -66,7 +66,7 @@ def _abstract(p: AttentionParams, *flat: ShapedArray) -> list[ShapedArray]:
 def _local(p: AttentionParams, backend: Backend, *flat: jax.Array) -> Sequence[jax.Array]:
     cache, (q, lengths) = unpack(flat, p.paged)
     shape, lead = q.shape, q.ndim - 2
-    cache, q, lengths = merged(cache), merged_axes(q, lead), merged_axes(lengths, lead)
+    cache, q, lengths = merged(cache, reads=True), merged_axes(q, lead), merged_axes(lengths, lead)
     heads = cache.keys[0].shape[1]
     q = q.reshape(q.shape[0], heads, q.shape[1] // heads, q.shape[2])
     return [_attend(p, backend, q, cache, lengths).reshape(shape)]
