@@ -159,15 +159,15 @@ METHODS = {  # by arm, what it is, and the part of the gap that its paper says i
     "w4a16_ending": "x in bfloat16 in the last tenth of the steps",
     "two_tensors_ending": "x as two NVFP4 tensors in the last tenth of the steps",
     "requantized": "gradients of the quantized x and w (`requantize=True`)",
-    "requantized_ending": "the same, x in bfloat16 in the last tenth of the steps",
+    "requantized_ending": "`requantized`, x in bfloat16 in the last tenth of the steps",
     "requantized_ends_bf16": "`requantized`, first and last block in bfloat16",
-    "requantized_ends_bf16_ending": "the same, `fprop=None` in the last tenth of the steps",
+    "requantized_ends_bf16_ending": "that, `fprop=None` in the last tenth of the steps",
     "eden": "gradients by MS-EDEN ([Quartet II](https://arxiv.org/abs/2601.22813): 20 % with its forward pass)",
     "hot_16": "16 channels in bfloat16 ([CHON](https://arxiv.org/abs/2602.02047): 38 % with its other methods)",
     "hot_64": "64 channels in bfloat16",
-    "hot_64_ends_bf16": "the same, first and last block in bfloat16",
-    "mean_of_sequence": "x without its mean over each sequence ([Averis](https://arxiv.org/abs/2603.10444): 42, 26 %)",
-    "mean_of_batch": "the same, mean over the batch",
+    "hot_64_ends_bf16": "`hot_64`, first and last block in bfloat16",
+    "mean_of_sequence": "x without its mean over each sequence",
+    "mean_of_batch": "x without its mean over the batch ([Averis](https://arxiv.org/abs/2603.10444): 42, 26 %)",
     "row_x_search_w": "x row-scaled 4over6, block scales of w searched",
     "resets": "OsciReset of [TetraJet-v2](https://arxiv.org/abs/2510.27527): 51 % with its other methods",
 }  # fmt: skip
@@ -330,8 +330,8 @@ TABLES = {
     ),
     "methods": Table(
         "arm | what it is; in its paper | seeds, 4.8; 12.4 M | above bf16, % | above pretrain_4over6, % | gap closed, %"
-        " | 12.4 M: above pretrain_4over6, % | 60 tokens per parameter: the same, %"
-        " | 86 M: step (of endings their own) over bf16's",
+        " | 12.4 M: above pretrain_4over6, % | 60 tokens per parameter: above pretrain_4over6, %"
+        " | 86 M: step over bf16's (of endings: one of the ending)",
         methods,
     ),
     "quantized": Table(

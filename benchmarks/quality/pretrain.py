@@ -111,9 +111,6 @@ ARMS = {
     "mean_of_batch": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((0, 1))),
     "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
     "hot_64_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True, seeds=3, method=hot_channels(64)),
-    "hot_64_ends_bf16_ending": Arm(
-        replace(PRETRAIN_4OVER6, fprop=None), ends_bf16=True, branch_of="hot_64_ends_bf16", seeds=3
-    ),
     "w4a16_ending": Arm(ENDING, branch_of="pretrain_4over6", seeds=3),
     "two_tensors_ending": Arm(PRETRAIN_4OVER6, branch_of="pretrain_4over6", seeds=3, method=two_tensors),
 }
