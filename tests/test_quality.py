@@ -297,6 +297,17 @@ def test_a_branch_continues_the_run_that_it_leaves(pretrain, tmp_path):
 
 
 @pytest.mark.long
+def test_a_run_is_validated_as_another_arm(pretrain, tmp_path):
+    runs = trainer(pretrain, tmp_path)
+    trained = runs.run("pretrain_4over6", 0)
+    run = runs.run("pretrain_4over6_as_w4a16", 0)
+    assert (run.train, run.timed_steps, run.val_steps) == (trained.train, 0, trained.val_steps)
+    assert run.val[:-1] == trained.val[:-1]
+    assert run.val[-1] != trained.val[-1]
+    assert run.is_done(small_config())
+
+
+@pytest.mark.long
 def test_another_run_is_not_continued(pretrain, tmp_path):
     stopped = trainer(pretrain, tmp_path, deadline=time.monotonic()).run("bf16", 0)
     assert stopped.steps == [1]

@@ -27,7 +27,6 @@ from lm.train import DECAY, adamw, init_optimizer, learning_rate
 from .corpus import Corpus
 from .methods import Method, eden, hot_channels, reset_oscillating, two_tensors, watched, without_mean
 
-BRANCH = 0.9  # of the steps: where a run continues another way
 VALIDATIONS = 10  # of a run
 POINTS = 50  # of a training curve
 
@@ -42,7 +41,8 @@ class Arm:
     Attributes:
       recipe: of the quantized blocks; None for bfloat16.
       ends_bf16: whether the first and the last block are bfloat16.
-      branch_of: name of the arm whose run this one continues at 90 % of the steps.
+      branch_of: name of the arm whose run this one continues.
+      branch: after which part of the steps; 1 to validate what that arm trained.
       seeds: how many runs it should have.
       method: what the recipe's layers do instead of what ``jnvfp4.linear`` does.
       resets: the spec by which oscillating weights are found and quantized; None leaves them.
@@ -52,6 +52,7 @@ class Arm:
     recipe: Recipe | None
     ends_bf16: bool = False
     branch_of: str = ""
+    branch: float = 0.9
     seeds: int = 4
     method: Method | None = None
     resets: QuantSpec | None = None
@@ -112,6 +113,8 @@ ARMS = {
     "mean_of_sequence": Arm(PRETRAIN_4OVER6, seeds=3, method=without_mean((1,))),
     "hot_64_ends_bf16": Arm(PRETRAIN_4OVER6, ends_bf16=True, seeds=3, method=hot_channels(64)),
     "w4a16_ending": Arm(ENDING, branch_of="pretrain_4over6", seeds=3),
+    "pretrain_4over6_as_w4a16": Arm(ENDING, branch_of="pretrain_4over6", branch=1.0, seeds=3),
+    "requantized_as_w4a16": Arm(ENDING, branch_of="requantized", branch=1.0, seeds=3),
     "two_tensors_ending": Arm(PRETRAIN_4OVER6, branch_of="pretrain_4over6", seeds=3, method=two_tensors),
 }
 
@@ -145,10 +148,6 @@ class Run:
 
     def is_done(self, config: Config) -> bool:
         return bool(self.val_steps) and self.val_steps[-1] == config.steps
-
-
-def branch_step(config: Config) -> int:
-    return int(BRANCH * config.steps)
 
 
 class Trainer:
@@ -208,6 +207,7 @@ class Trainer:
         key = jax.random.key(1000 + seed)
         begin = timed_from = int(state["step"])
         recent: list[Array] = []
+        branches = {int(arm.branch * self.config.steps) for arm in ARMS.values() if arm.branch_of == name}
         started = time.monotonic()
         for i in tqdm(range(begin + 1, self.config.steps + 1), f"{name}, seed {seed}", mininterval=5):
             params, state, loss = step(params, state, self.tokens, key)
@@ -215,7 +215,7 @@ class Trainer:
             last = i == self.config.steps
             late = self.deadline is not None and time.monotonic() > self.deadline
             validates = i % max(1, self.config.steps // VALIDATIONS) == 0 or last
-            saves = last or late or (i == branch_step(self.config) and self._branches(name))
+            saves = last or late or i in branches
             if i % max(1, self.config.steps // POINTS) == 0 or validates or saves:
                 run.steps.append(i)
                 run.train.append(float(np.mean(jax.device_get(recent))))  # waits for the steps
@@ -230,6 +230,9 @@ class Trainer:
                 timed_from, started = i, time.monotonic()
             if late:
                 break
+        if begin == self.config.steps:  # a branch that only validates
+            run.val_steps.append(begin)
+            run.val.append(float(validate(params, self.held_out)))
         return run
 
     # Checkpoints
@@ -237,9 +240,6 @@ class Trainer:
     def path(self, name: str, seed: int) -> Path:
         """Returns the folder of a run's checkpoints."""
         return self.folder / name / f"seed{seed}"
-
-    def _branches(self, name: str) -> bool:
-        return any(arm.branch_of == name for arm in ARMS.values())
 
     def _shared(self) -> dict[str, Any]:
         """Returns what runs must have in common to be continued or compared."""
@@ -266,7 +266,7 @@ class Trainer:
         trunk = ARMS[name].branch_of
         if not trunk:
             return None
-        step = branch_step(self.config)
+        step = int(ARMS[name].branch * self.config.steps)
         found = self._restored(trunk, seed, step)
         if found is None:
             raise ValueError(
@@ -274,7 +274,9 @@ class Trainer:
                 f"it ended before there was {name}; {self.path(trunk, seed)} has no checkpoint after step {step}"
             )
         run, params, state = found
-        return replace(run, arm=name, seconds=0.0, timed_steps=0), params, state
+        before = sum(i < self.config.steps for i in run.val_steps)  # the last one is its own
+        run = replace(run, arm=name, val_steps=run.val_steps[:before], val=run.val[:before])
+        return replace(run, seconds=0.0, timed_steps=0), params, state
 
 
 def initial(seed: int, config: Config, arm: Arm) -> tuple[Tree, Tree]:

@@ -120,7 +120,8 @@ def table(runs: Sequence[Run], config: Config) -> str:
         others = [{} if other == name else losses.get(other, {}) for other in (BASELINE, "pretrain")]
         of_bf16, of_pretrain = (str(gap(of_seed, other) or "") for other in others)
         nats = [loss - base[seed] for seed, loss in of_seed.items() if seed in base]
-        timed = [1e3 * run.seconds / run.timed_steps for run in runs if run.arm == name and run.is_done(config)]
+        done = [run for run in runs if run.arm == name and run.is_done(config) and run.timed_steps]
+        timed = [1e3 * run.seconds / run.timed_steps for run in done]
         mean = f"{np.mean(list(of_seed.values())):.4f}"
         above = f"{np.mean(nats):+.4f}" if of_bf16 else ""
         rows.append(
@@ -256,6 +257,7 @@ def train(args: argparse.Namespace) -> None:
         late = deadline is not None and time.monotonic() > deadline
         if not late and not (path.exists() and Run(**json.loads(path.read_text())["run"]).is_done(config)):
             run = trainer.run(name, seed)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({**shared, "run": asdict(run)}) + "\n")
             late = not run.is_done(config)
         if late:
