@@ -219,7 +219,7 @@ def methods() -> Iterable[Cells]:
         loss, larger, longer = (losses(arm, file) for file in ("methods", "methods_12m", "methods_60"))
         closed = [100 * (plain[seed] - of_seed) / (plain[seed] - base[seed]) for seed, of_seed in loss.items()]
         of_arm = (above(arm, other, "methods") for other in ("bf16", "pretrain_4over6"))
-        shown = "" if arm == "pretrain_4over6" else f"{fmean(closed):.0f} ± {stdev(closed) / len(closed) ** 0.5:.0f}"
+        shown = "" if arm == "pretrain_4over6" else f"{fmean(closed):.1f} ± {stdev(closed) / len(closed) ** 0.5:.1f}"
         seeds = f"{len(loss)}; {len(larger)}" if larger else str(len(loss))
         of_larger = above(arm, "pretrain_4over6", "methods_12m") if larger else ""
         of_longer = above(arm, "pretrain_4over6", "methods_60") if longer else ""
