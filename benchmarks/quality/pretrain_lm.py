@@ -17,7 +17,8 @@ operations. What is printed is the difference within pairs, averaged over seeds,
 Each run is kept in a folder of ``--out``, with checkpoints of where it ended, where ``--minutes`` stopped it, and where
 another run branches off; a process that is killed loses the run in progress. ``--out`` also receives the losses as
 ``metrics.json`` and ``loss.png``. On a GPU a run takes about a minute on an H200 (docs/results.md), with ``--preset
-gpu-12m`` four, with ``--steps 8832``, 60 tokens per parameter, two. On a CPU the preset is a toy, which shows that everything works and measures nothing.
+gpu-12m`` four, with ``--steps 8832``, 60 tokens per parameter, two. On a CPU the preset is a toy, which shows that
+everything works and measures nothing.
 """
 
 import argparse
