@@ -115,6 +115,7 @@ ARMS = {
     "w4a16_ending": Arm(ENDING, branch_of="pretrain_4over6", seeds=3),
     "pretrain_4over6_as_w4a16": Arm(ENDING, branch_of="pretrain_4over6", branch=1.0, seeds=3),
     "requantized_as_w4a16": Arm(ENDING, branch_of="requantized", branch=1.0, seeds=3),
+    "requantized_ends_bf16_as_bf16": Arm(None, branch_of="requantized_ends_bf16", branch=1.0, seeds=3),
     "two_tensors_ending": Arm(PRETRAIN_4OVER6, branch_of="pretrain_4over6", seeds=3, method=two_tensors),
 }
 
