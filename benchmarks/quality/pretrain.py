@@ -72,6 +72,7 @@ class Arm:
 
 
 FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
+SQUARES, ROW_SQUARES = (four_over_six("mse", e4m3_max=448, amax_scope=scope) for scope in ("tensor", "row"))
 PRETRAIN_4OVER6 = recipes.pretrain_4over6()
 REQUANTIZED = recipes.pretrain_4over6(requantize=True)
 ENDING = replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(None, FOUR_OVER_SIX))
@@ -101,6 +102,8 @@ ARMS = {
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
     "requantized": Arm(REQUANTIZED, seeds=3),
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
+    "requantized_squares": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_SQUARES, SQUARES)), seeds=3),
+    "requantized_no_sr": Arm(recipes.pretrain_4over6(stochastic_rounding=False, requantize=True), seeds=3),
     "requantized_rotated": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_RHT_SR, NVFP4_RHT)), seeds=3),
     "requantized_no_tiles": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_SR, NVFP4)), seeds=3),
     "requantized_ends_bf16": Arm(REQUANTIZED, ends_bf16=True, seeds=3),
