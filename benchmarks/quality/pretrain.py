@@ -70,9 +70,13 @@ class Arm:
         found = [quantized] * layers
         return [bf16, *found[1:-1], bf16] if self.ends_bf16 else found
 
+    def begin(self, config: Config) -> int:
+        """Returns the step after which a branch begins."""
+        return int(self.branch * config.steps)
+
 
 FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
-SQUARES, ROW_SQUARES = (four_over_six("mse", e4m3_max=448, amax_scope=scope) for scope in ("tensor", "row"))
+MSE_448, ROW_MSE_448 = four_over_six("mse", e4m3_max=448), four_over_six("mse", e4m3_max=448, amax_scope="row")
 PRETRAIN_4OVER6 = recipes.pretrain_4over6()
 REQUANTIZED = recipes.pretrain_4over6(requantize=True)
 ENDING = replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(None, FOUR_OVER_SIX))
@@ -102,7 +106,7 @@ ARMS = {
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
     "requantized": Arm(REQUANTIZED, seeds=3),
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
-    "requantized_squares": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_SQUARES, SQUARES)), seeds=3),
+    "requantized_squares": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_MSE_448, MSE_448)), seeds=3),
     "requantized_no_sr": Arm(recipes.pretrain_4over6(stochastic_rounding=False, requantize=True), seeds=3),
     "requantized_rotated": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_RHT_SR, NVFP4_RHT)), seeds=3),
     "requantized_no_tiles": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_SR, NVFP4)), seeds=3),
@@ -211,7 +215,7 @@ class Trainer:
         key = jax.random.key(1000 + seed)
         begin = timed_from = int(state["step"])
         recent: list[Array] = []
-        branches = {int(arm.branch * self.config.steps) for arm in ARMS.values() if arm.branch_of == name}
+        branches = {arm.begin(self.config) for arm in ARMS.values() if arm.branch_of == name}
         started = time.monotonic()
         for i in tqdm(range(begin + 1, self.config.steps + 1), f"{name}, seed {seed}", mininterval=5):
             params, state, loss = step(params, state, self.tokens, key)
@@ -270,7 +274,7 @@ class Trainer:
         trunk = ARMS[name].branch_of
         if not trunk:
             return None
-        step = int(ARMS[name].branch * self.config.steps)
+        step = ARMS[name].begin(self.config)
         found = self._restored(trunk, seed, step)
         if found is None:
             raise ValueError(

@@ -35,7 +35,6 @@ import jnvfp4
 from jnvfp4 import NVFP4, NVFP4_2D, ROW_SCALED, NVFP4Tensor, QuantSpec, Recipe
 from jnvfp4.calibration import gptq, hessian
 from jnvfp4.checkpoints import ConvertOptions, convert_checkpoint, open_checkpoint, save_checkpoint
-from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.hugging_face import from_hugging_face, llama_config, to_hugging_face
@@ -44,12 +43,17 @@ from lm.model import Linear, Tree, bf16_linear, logits, loss_fn
 from ..tables import quantized_cells
 from . import corpus
 from .fine_tune import Objective, fine_tune
-from .pretrain import BASELINE, Checkpoint, block_weights, read_finished
+from .pretrain import (
+    BASELINE,
+    FOUR_OVER_SIX,
+    MSE_448,
+    ROW_MSE_448,
+    SEARCH,
+    Checkpoint,
+    block_weights,
+    read_finished,
+)
 
-FOUR_OVER_SIX = four_over_six()
-MSE_448 = four_over_six("mse", e4m3_max=448)
-ROW_MSE_448 = four_over_six("mse", e4m3_max=448, amax_scope="row")
-SEARCH = QuantSpec(select="search")
 ROW_SEARCH = replace(ROW_SCALED, select="search")
 
 
