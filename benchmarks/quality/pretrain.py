@@ -18,7 +18,7 @@ from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jnvfp4 import NVFP4, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, QuantSpec, Recipe, recipes
-from jnvfp4.spec import four_over_six
+from jnvfp4.spec import Format, four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
@@ -75,7 +75,8 @@ class Arm:
         return int(self.branch * config.steps)
 
 
-FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
+FOUR_OVER_SIX, ROW_FOUR_OVER_SIX = four_over_six(), four_over_six(amax_scope="row")
+SEARCH, ROW_SEARCH = QuantSpec(select="search"), QuantSpec(Format(amax_scope="row"), select="search")
 MSE_448, ROW_MSE_448 = four_over_six("mse", e4m3_max=448), four_over_six("mse", e4m3_max=448, amax_scope="row")
 PRETRAIN_4OVER6 = recipes.pretrain_4over6()
 REQUANTIZED = recipes.pretrain_4over6(requantize=True)
@@ -107,6 +108,7 @@ ARMS = {
     "requantized": Arm(REQUANTIZED, seeds=3),
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
     "requantized_squares": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_MSE_448, MSE_448)), seeds=3),
+    "requantized_search": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_SEARCH, SEARCH)), seeds=3),
     "requantized_no_sr": Arm(recipes.pretrain_4over6(stochastic_rounding=False, requantize=True), seeds=3),
     "requantized_rotated": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_RHT_SR, NVFP4_RHT)), seeds=3),
     "requantized_no_tiles": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_SR, NVFP4)), seeds=3),
