@@ -17,6 +17,7 @@ from jax import Array, lax
 
 import jnvfp4
 from jnvfp4 import QuantSpec, Recipe
+from jnvfp4.recipes import Fprop
 from lm.config import Config
 from lm.model import Linear, Tree, stacks, trained_bf16_linear, with_gradients, with_pull
 
@@ -88,13 +89,11 @@ def two_tensors(recipe: Recipe) -> Linear:
     return with_gradients(recipe, multiply)
 
 
-# ---------------------------------------------------------------- gradients by MS-EDEN
-
-EDEN_SCALE, EDEN_MAX = 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813), which rotates 128 by random signs
+# ---------------------------------------------------------------- searched block scales of x
 
 
-class Rotated(NamedTuple):
-    """Holds what MS-EDEN makes of an array: numbers of few bits, exact in TF32, and what they are multiples of."""
+class Scaled(NamedTuple):
+    """Holds what quantizing makes of an array: numbers of few bits, exact in TF32, and what they are multiples of."""
 
     values: Array
     scale: Array
@@ -107,6 +106,47 @@ def nearest_e2m1(x: Array) -> Array:
     return jnp.sign(x) * jnp.minimum(jnp.round(size / step) * step, 6.0)
 
 
+def searched(x: Array) -> Scaled:
+    """Quantizes [..., K] as ``QuantSpec(select="search")``, in plain float32, which chooses otherwise in a few blocks.
+
+    GPUs have no kernel for that spec.
+    """
+    blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 16)
+    amax = jnp.max(jnp.abs(blocks))
+    scale = jnp.where(amax > 0, amax, 1.0) / (6 * 448)
+    blocks = blocks / scale
+    largest = (jnp.max(jnp.abs(blocks), axis=-1) / 6).astype(jnp.float8_e4m3fn)
+    rule = lax.bitcast_convert_type(largest, jnp.uint8).astype(jnp.int32)
+
+    def values(code: Array) -> Array:
+        of_block = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
+        return nearest_e2m1(blocks / jnp.where(of_block > 0, of_block, 1.0)) * of_block
+
+    codes = [jnp.clip(rule + offset, 0, 126) for offset in (0, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7)]
+    errors = jnp.stack([jnp.sum(jnp.square(values(code) - blocks), axis=-1) for code in codes])
+    best = jnp.argmin(errors, axis=0)  # the first of equal ones
+    chosen = jnp.take_along_axis(jnp.stack(codes), best[None], axis=0)[0]
+    return Scaled(values(chosen).reshape(x.shape), scale)
+
+
+def searched_x(recipe: Recipe) -> Linear:
+    """Multiplies as the recipe, with searched block scales of x in the forward pass."""
+    assert recipe.fprop is not None
+    weights = Recipe(Fprop(None, recipe.fprop.w), None, None)
+
+    def multiply(x: Array, w: Array) -> Array:
+        found = searched(x)  # its values are exact in bfloat16
+        y = jnvfp4.linear(found.values.astype(jnp.bfloat16), w, weights, out_dtype=jnp.float32)
+        return (y * found.scale).astype(x.dtype)
+
+    return with_gradients(recipe, multiply)
+
+
+# ---------------------------------------------------------------- gradients by MS-EDEN
+
+EDEN_SCALE, EDEN_MAX = 0.93 * 17 / 16, 256.0  # of Quartet II (arXiv 2601.22813), which rotates 128 by random signs
+
+
 def stochastic_e4m3(x: Array, key: Array) -> Array:
     """Rounds positive numbers to E4M3 numbers stochastically."""
     _, exponent = jnp.frexp(x)  # exact: x is less than 2^exponent
@@ -114,7 +154,7 @@ def stochastic_e4m3(x: Array, key: Array) -> Array:
     return jnp.minimum(jnp.floor(x / step + jax.random.uniform(key, x.shape)) * step, 448.0)
 
 
-def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
+def ms_eden(x: Array, signs: Array, key: Array) -> Scaled:
     """Quantizes [..., K], rotated in groups as long as ``signs``. Its mean over random signs and keys is nearly x.
 
     Codes are those of nearest rounding with scales so small that the largest elements are clipped. The projection of
@@ -134,7 +174,7 @@ def ms_eden(x: Array, signs: Array, key: Array) -> Rotated:
     codes = nearest_e2m1(scaled)
     whole, along = (jnp.sum(scaled * part, axis=(-2, -1), keepdims=True) for part in (scaled, codes))
     of_block = stochastic_e4m3(of_block * whole / jnp.where(along > 0, along, 1.0), key)
-    return Rotated((codes * of_block).reshape(x.shape), scale)
+    return Scaled((codes * of_block).reshape(x.shape), scale)
 
 
 def eden_product(a: Array, b: Array, key: Array, group: int = 128) -> Array:

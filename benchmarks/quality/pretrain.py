@@ -18,14 +18,14 @@ from jax import Array
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jnvfp4 import NVFP4, NVFP4_RHT, NVFP4_RHT_SR, NVFP4_SR, QuantSpec, Recipe, recipes
-from jnvfp4.spec import Format, four_over_six
+from jnvfp4.spec import four_over_six
 from lm.config import Config
 from lm.data import val_batches
 from lm.model import Linear, Tree, bf16_forward, init_params, loss_fn, quantized_linear, trained_bf16_linear
 from lm.train import DECAY, adamw, init_optimizer, learning_rate
 
 from .corpus import Corpus
-from .methods import Method, eden, hot_channels, reset_oscillating, two_tensors, watched, without_mean
+from .methods import Method, eden, hot_channels, reset_oscillating, searched_x, two_tensors, watched, without_mean
 
 VALIDATIONS = 10  # of a run
 POINTS = 50  # of a training curve
@@ -75,11 +75,11 @@ class Arm:
         return int(self.branch * config.steps)
 
 
-FOUR_OVER_SIX, ROW_FOUR_OVER_SIX = four_over_six(), four_over_six(amax_scope="row")
-SEARCH, ROW_SEARCH = QuantSpec(select="search"), QuantSpec(Format(amax_scope="row"), select="search")
+FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
 MSE_448, ROW_MSE_448 = four_over_six("mse", e4m3_max=448), four_over_six("mse", e4m3_max=448, amax_scope="row")
 PRETRAIN_4OVER6 = recipes.pretrain_4over6()
 REQUANTIZED = recipes.pretrain_4over6(requantize=True)
+SEARCHED_W = replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(FOUR_OVER_SIX, SEARCH))
 ENDING = replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(None, FOUR_OVER_SIX))
 BASELINE = "bf16"
 ARMS = {
@@ -97,18 +97,18 @@ ARMS = {
     "row_scaled": Arm(recipes.row_scaled(), seeds=1),
     "pretrain_ends_bf16": Arm(recipes.pretrain(), ends_bf16=True),
     "resets": Arm(PRETRAIN_4OVER6, seeds=3, resets=FOUR_OVER_SIX),
-    "search_x": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(SEARCH, FOUR_OVER_SIX)), seeds=3),
-    "search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(FOUR_OVER_SIX, SEARCH)), seeds=3),
-    "search_both": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(SEARCH, SEARCH)), seeds=3),
+    "search_x": Arm(PRETRAIN_4OVER6, seeds=3, method=searched_x),
+    "search_w": Arm(SEARCHED_W, seeds=3),
+    "search_both": Arm(SEARCHED_W, seeds=3, method=searched_x),
     "row_x_search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(ROW_FOUR_OVER_SIX, SEARCH)), seeds=3),
     "hot_16": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(16)),
     "hot_64": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(64)),
     "bf16_decay": Arm(None, seeds=3, decay=0.3),
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
+    "requantized_decay": Arm(REQUANTIZED, seeds=3, decay=0.3),
     "requantized": Arm(REQUANTIZED, seeds=3),
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
     "requantized_squares": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_MSE_448, MSE_448)), seeds=3),
-    "requantized_search": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_SEARCH, SEARCH)), seeds=3),
     "requantized_no_sr": Arm(recipes.pretrain_4over6(stochastic_rounding=False, requantize=True), seeds=3),
     "requantized_rotated": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_RHT_SR, NVFP4_RHT)), seeds=3),
     "requantized_no_tiles": Arm(replace(REQUANTIZED, dgrad=recipes.Dgrad(NVFP4_SR, NVFP4)), seeds=3),
