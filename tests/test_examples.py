@@ -203,7 +203,7 @@ def test_serve_converted_compares_the_models(tmp_path):
     assert metrics["nvfp4"]["bytes"] < 0.4 * metrics["bf16"]["bytes"]
     assert 5 < metrics["bf16"]["perplexity"] < 50
     assert metrics["nvfp4"]["perplexity"] == pytest.approx(metrics["bf16"]["perplexity"], rel=0.01)
-    assert 0.001 < metrics["nvfp4"]["logits_relative_error"] < 0.03  # 0.005, as the text and the processor have it
+    assert 0.001 < metrics["nvfp4"]["logits_relative_error"] < 0.03  # 0.005, more or less by machine
     config = json.loads((tmp_path / "served" / "nvfp4" / "config.json").read_text())
     assert config["quantization_config"]["amax_scope"] == "row"
 

@@ -53,7 +53,7 @@ def test_quantize_checkpoint_computes_what_the_model_does(tmp_path, hugging_face
     ]
     written = open_checkpoint(tmp_path / "out-hessians")["model.layers.1.mlp.down_proj.weight"]
     unlike, like = (float(jnp.linalg.norm(h - written) / jnp.linalg.norm(written)) for h in after)
-    assert like < 0.1 * unlike  # not 0 on a GPU, whose GPTQ sums in another order than that of convert, on the CPU
+    assert like < 0.1 * unlike  # not 0 on a GPU: convert runs GPTQ on the CPU, in another order
     assert unlike > 1e-2
 
     options = ConvertOptions(spec=jnvfp4.QuantSpec(select="search"), weight_only=True)

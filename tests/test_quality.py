@@ -137,11 +137,11 @@ def test_methods_have_lower_errors_than_the_recipe(methods, model):
 
 
 def test_searched_scales_are_those_of_the_spec(methods):
-    """But for 1 % of the blocks, whose errors differ by rounding alone."""
+    """But for 1 % of the blocks, which are rounded otherwise at ties."""
     x, w = (jax.random.normal(jax.random.key(i), (rows, 512)) for i, rows in enumerate((256, 64)))
     x = (x * jnp.geomspace(1e-4, 1e4, 256)[:, None]).at[7].set(0).astype(jnp.bfloat16)
     found, spec = methods.searched(x), jnvfp4.QuantSpec(select="search")
-    assert np.array_equal(found.values.astype(jnp.bfloat16), found.values)  # so that a GEMM of bfloat16 is exact
+    assert np.array_equal(found.values.astype(jnp.bfloat16), found.values)  # which the product takes
     of_spec = jnvfp4.fake_quant(x.astype(jnp.float32), spec)
     got, want = (np.asarray(of).reshape(-1, 16) for of in (found.values * found.scale, of_spec))
     assert np.isclose(got, want, rtol=1e-5, atol=0).all(axis=-1).mean() > 0.99

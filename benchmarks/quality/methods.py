@@ -79,6 +79,7 @@ def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callab
 
 def two_tensors(recipe: Recipe) -> Linear:
     """Multiplies x as the sum of two quantized tensors, the second of what the first leaves; gradients see x once."""
+    assert not recipe.requantize  # with_gradients has those of the x and w given
     forward, quantized_x, _ = forward_of(recipe)
 
     def multiply(x: Array, w: Array) -> Array:
@@ -93,7 +94,7 @@ def two_tensors(recipe: Recipe) -> Linear:
 
 
 class Scaled(NamedTuple):
-    """Holds what quantizing makes of an array: numbers of few bits, exact in TF32, and what they are multiples of."""
+    """Holds a quantized array, ``values * scale``. The values have few bits: they are exact in TF32."""
 
     values: Array
     scale: Array
@@ -107,7 +108,7 @@ def nearest_e2m1(x: Array) -> Array:
 
 
 def searched(x: Array) -> Scaled:
-    """Quantizes [..., K] as ``QuantSpec(select="search")``, in plain float32, which chooses otherwise in a few blocks.
+    """Quantizes [..., K], which must be finite, as ``QuantSpec(select="search")``, in plain float32: ties may differ.
 
     GPUs have no kernel for that spec.
     """
@@ -132,6 +133,7 @@ def searched(x: Array) -> Scaled:
 def searched_x(recipe: Recipe) -> Linear:
     """Multiplies as the recipe, with searched block scales of x in the forward pass."""
     assert recipe.fprop is not None
+    assert not recipe.requantize  # with_gradients has those of the x and w given
     weights = Recipe(Fprop(None, recipe.fprop.w), None, None)
 
     def multiply(x: Array, w: Array) -> Array:
