@@ -26,7 +26,7 @@ from jnvfp4.spec import name_of
 
 
 @pytest.mark.long
-def test_quantize_checkpoint_computes_what_the_model_does(tmp_path, hugging_face):
+def test_quantize_checkpoint_computes_what_the_model_does(tmp_path, hugging_face, cpu):
     """With a smaller error than without hessians, on text that it has not seen. Layer 1 sees a quantized layer 0."""
     from lm.data import spread
     from lm.model import converted_linear, logits
@@ -53,8 +53,7 @@ def test_quantize_checkpoint_computes_what_the_model_does(tmp_path, hugging_face
     ]
     written = open_checkpoint(tmp_path / "out-hessians")["model.layers.1.mlp.down_proj.weight"]
     unlike, like = (float(jnp.linalg.norm(h - written) / jnp.linalg.norm(written)) for h in after)
-    assert like < 0.1 * unlike  # not 0 on a GPU: convert runs GPTQ on the CPU, in another order
-    assert unlike > 1e-2
+    assert like < 1e-3 < 1e-2 < unlike
 
     options = ConvertOptions(spec=jnvfp4.QuantSpec(select="search"), weight_only=True)
     convert_checkpoint(tmp_path / "model", tmp_path / "plain", options)
@@ -616,15 +615,19 @@ def test_serve_serves_its_checkpoint(tmp_path):
     # The stored scale of activations is used: one that is too small clips them.
     # A quantized head changes what W4A16 computes, a little.
     convert_checkpoint(tmp_path / "served/bf16", tmp_path / "clipped", ConvertOptions(input_amax=0.01))
-    options = ("--checkpoint", "clipped", "--activations", "stored", "--head", "nvfp4", "--kv", "bf16")
-    run("serve.py", *options, "--batch", "1", "--new", "8", "--out", "head", cwd=tmp_path)
-    found = json.loads((tmp_path / "head/serve.json").read_text())
-    smaller = memory["weight_bytes"]["NVFP4"]["all"] - found["memory"]["weight_bytes"]["NVFP4"]["all"]
-    assert smaller == 256 * 128 * 2 - 256 * 128 * 9 // 16 - 4
-    text = found["text"]
-    assert text["bf16"] == loaded["text"]["bf16"]
-    assert text["W4A16"]["perplexity"] == pytest.approx(loaded["text"]["W4A16"]["perplexity"], rel=0.05)
-    assert text["W4A16"]["perplexity"] != loaded["text"]["W4A16"]["perplexity"]
+    options = ("--checkpoint", "clipped", "--activations", "stored", "--kv", "bf16", "--batch", "1", "--new", "2")
+    texts, weights = [], []
+    for head in ("bf16", "nvfp4"):
+        run("serve.py", *options, "--head", head, "--out", head, cwd=tmp_path)
+        found = json.loads((tmp_path / head / "serve.json").read_text())
+        texts.append(found["text"])
+        weights.append(found["memory"]["weight_bytes"]["NVFP4"]["all"])
+    text, quantized = texts
+    assert weights[0] - weights[1] == 256 * 128 * 2 - 256 * 128 * 9 // 16 - 4
+    assert text["W4A16"]["perplexity"] == loaded["text"]["W4A16"]["perplexity"]
+    assert quantized["bf16"] == text["bf16"]
+    assert quantized["W4A16"]["perplexity"] == pytest.approx(text["W4A16"]["perplexity"], rel=0.05)
+    assert quantized["W4A16"]["perplexity"] != text["W4A16"]["perplexity"]
     assert text["W4A4"]["perplexity"] > 1.1 * exact
 
 

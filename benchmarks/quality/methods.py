@@ -18,6 +18,7 @@ from jax import Array, lax
 import jnvfp4
 from jnvfp4 import QuantSpec, Recipe
 from jnvfp4.recipes import Fprop
+from jnvfp4.reference import search_candidate, search_offset
 from lm.config import Config
 from lm.model import Linear, Tree, stacks, trained_bf16_linear, with_gradients, with_pull
 
@@ -79,7 +80,6 @@ def forward_of(recipe: Recipe) -> tuple[Recipe, Callable[[Array], Array], Callab
 
 def two_tensors(recipe: Recipe) -> Linear:
     """Multiplies x as the sum of two quantized tensors, the second of what the first leaves; gradients see x once."""
-    assert not recipe.requantize  # with_gradients has those of the x and w given
     forward, quantized_x, _ = forward_of(recipe)
 
     def multiply(x: Array, w: Array) -> Array:
@@ -117,23 +117,22 @@ def searched(x: Array) -> Scaled:
     scale = jnp.where(amax > 0, amax, 1.0) / (6 * 448)
     blocks = blocks / scale
     largest = (jnp.max(jnp.abs(blocks), axis=-1) / 6).astype(jnp.float8_e4m3fn)
-    rule = lax.bitcast_convert_type(largest, jnp.uint8).astype(jnp.int32)
+    rule = lax.bitcast_convert_type(largest, jnp.uint8)
 
     def values(code: Array) -> Array:
-        of_block = lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
+        of_block = lax.bitcast_convert_type(code, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
         return nearest_e2m1(blocks / jnp.where(of_block > 0, of_block, 1.0)) * of_block
 
-    codes = [jnp.clip(rule + offset, 0, 126) for offset in (0, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7)]
-    errors = jnp.stack([jnp.sum(jnp.square(values(code) - blocks), axis=-1) for code in codes])
+    codes = search_candidate(rule, search_offset(jnp.arange(11).reshape(-1, *[1] * rule.ndim)))
+    errors = jnp.sum(jnp.square(values(codes) - blocks), axis=-1)
     best = jnp.argmin(errors, axis=0)  # the first of equal ones
-    chosen = jnp.take_along_axis(jnp.stack(codes), best[None], axis=0)[0]
+    chosen = jnp.take_along_axis(codes, best[None], axis=0)[0]
     return Scaled(values(chosen).reshape(x.shape), scale)
 
 
 def searched_x(recipe: Recipe) -> Linear:
     """Multiplies as the recipe, with searched block scales of x in the forward pass."""
     assert recipe.fprop is not None
-    assert not recipe.requantize  # with_gradients has those of the x and w given
     weights = Recipe(Fprop(None, recipe.fprop.w), None, None)
 
     def multiply(x: Array, w: Array) -> Array:

@@ -77,6 +77,7 @@ def bf16_forward(recipe: Recipe) -> Linear:
 
 def with_gradients(recipe: Recipe, multiply: Callable[[Array, Array], Array]) -> Linear:
     """Returns a linear layer whose y is that of ``multiply``, while gradients follow the recipe."""
+    assert recipe.fprop is None or not recipe.requantize  # there are no others than of the x and w given
     gradients = replace(recipe, fprop=None)
 
     def pull(x: Array, w: Array, key: Array, dy: Array) -> tuple[Array, Array]:
