@@ -47,6 +47,7 @@ class Arm:
       method: what the recipe's layers do instead of what ``jnvfp4.linear`` does.
       resets: the spec by which oscillating weights are found and quantized; None leaves them.
       decay: of weights, times the learning rate.
+      cooldown: in which last part of the steps the learning rate falls; None for the cosine of ``lm.train``.
     """
 
     recipe: Recipe | None
@@ -57,6 +58,7 @@ class Arm:
     method: Method | None = None
     resets: QuantSpec | None = None
     decay: float = DECAY
+    cooldown: float | None = None
 
     def linears(self, layers: int) -> list[Linear]:
         """Returns the product of each block."""
@@ -73,6 +75,13 @@ class Arm:
     def begin(self, config: Config) -> int:
         """Returns the step after which a branch begins."""
         return int(self.branch * config.steps)
+
+    def learning_rate(self, step: Array, config: Config) -> Array:
+        """Returns that of a step: a cosine's, or one that is constant after its rise, then falls linearly to zero."""
+        if self.cooldown is None:
+            return learning_rate(step, config)
+        rise, fall = max(1, config.steps // 10), self.cooldown * config.steps
+        return config.peak_lr * jnp.clip(jnp.minimum((step + 1) / rise, (config.steps - step) / fall), 0, 1)
 
 
 FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
@@ -106,6 +115,10 @@ ARMS = {
     "bf16_decay": Arm(None, seeds=3, decay=0.3),
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
     "requantized_decay": Arm(REQUANTIZED, seeds=3, decay=0.3),
+    "bf16_decay_1": Arm(None, seeds=3, decay=1.0),
+    "requantized_decay_1": Arm(REQUANTIZED, seeds=3, decay=1.0),
+    "bf16_cooldown": Arm(None, seeds=3, cooldown=0.4),
+    "requantized_cooldown": Arm(REQUANTIZED, seeds=3, cooldown=0.4),
     "requantized": Arm(REQUANTIZED, seeds=3),
     "requantized_ending": Arm(replace(ENDING, requantize=True), branch_of="requantized", seeds=3),
     "requantized_squares": Arm(replace(REQUANTIZED, fprop=recipes.Fprop(ROW_MSE_448, MSE_448)), seeds=3),
@@ -124,6 +137,8 @@ ARMS = {
     "w4a16_ending": Arm(ENDING, branch_of="pretrain_4over6", seeds=3),
     "pretrain_4over6_as_w4a16": Arm(ENDING, branch_of="pretrain_4over6", branch=1.0, seeds=3),
     "requantized_as_w4a16": Arm(ENDING, branch_of="requantized", branch=1.0, seeds=3),
+    "requantized_decay_as_w4a16": Arm(ENDING, branch_of="requantized_decay", branch=1.0, seeds=3),
+    "requantized_decay_1_as_w4a16": Arm(ENDING, branch_of="requantized_decay_1", branch=1.0, seeds=3),
     "requantized_ends_bf16_as_bf16": Arm(None, branch_of="requantized_ends_bf16", branch=1.0, seeds=3),
     "two_tensors_ending": Arm(PRETRAIN_4OVER6, branch_of="pretrain_4over6", seeds=3, method=two_tensors),
 }
@@ -189,7 +204,7 @@ class Trainer:
             batch = tokens[starts[:, None] + jnp.arange(config.seq + 1)]
             loss, grads = jax.value_and_grad(loss_fn)(params, batch, config, linears, rounding)
             before, watch = params, state.get("watched")
-            params, state = adamw(params, grads, state, learning_rate(state["step"], config), arm.decay)
+            params, state = adamw(params, grads, state, arm.learning_rate(state["step"], config), arm.decay)
             if arm.resets is not None:
                 params, watch = reset_oscillating(before, params, watch, state["step"], config, arm.resets)
                 state |= {"watched": watch}
