@@ -170,7 +170,9 @@ METHODS = {  # by arm, what it is, and the part of the gap that its paper says i
     "hot_64": "64 channels in bfloat16",
     "mean_of_sequence": "x without its mean over each sequence",
     "mean_of_batch": "x without its mean over the batch ([Averis](https://arxiv.org/abs/2603.10444): 42, 26 %)",
-    "row_x_search_w": "x row-scaled 4over6, block scales of w searched",
+    "search_x": "block scales of x searched",
+    "search_w": "block scales of w searched",
+    "search_both": "block scales of both searched",
     "resets": "OsciReset of [TetraJet-v2](https://arxiv.org/abs/2510.27527): 51 % with its other methods",
 }  # fmt: skip
 

@@ -356,6 +356,14 @@ def test_gap_is_the_mean_over_pairs(pretrain):
     assert pretrain.gap({0: 1.0}, {1: 1.0}) is None
 
 
+def test_a_cooldown_is_linear(pretrain):
+    config = small_config(steps=100, peak_lr=2.0)
+    arms = [pretrain.ARMS[name] for name in ("bf16", "bf16_cooldown")]
+    rates = [[float(arm.learning_rate(step, config)) for step in range(100)] for arm in arms]
+    np.testing.assert_array_equal(rates[0][:10], rates[1][:10])  # both rise over a tenth
+    np.testing.assert_allclose(rates[1][9:], [2.0] * 52 + [0.05 * i for i in range(39, 0, -1)], rtol=1e-6)
+
+
 def test_ends_are_bfloat16(pretrain):
     first, *middle, last = pretrain.ARMS["pretrain_ends_bf16"].linears(6)
     assert first is last
