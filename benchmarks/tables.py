@@ -173,6 +173,7 @@ METHODS = {  # by arm, what it is, and the part of the gap that its paper says i
     "search_x": "block scales of x searched",
     "search_w": "block scales of w searched",
     "search_both": "block scales of both searched",
+    "row_x_search_w": "x row-scaled 4over6, block scales of w searched",
     "resets": "OsciReset of [TetraJet-v2](https://arxiv.org/abs/2510.27527): 51 % with its other methods",
 }  # fmt: skip
 

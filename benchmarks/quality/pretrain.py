@@ -1,4 +1,4 @@
-"""Pretraining runs that differ in the recipe alone, in pieces: each can be stopped, resumed and continued another way.
+"""Pretraining runs that differ in their arm alone, in pieces: each can be stopped, resumed and continued another way.
 
 A checkpoint is written where a run ends or is stopped, and where another run branches off.
 
@@ -36,7 +36,7 @@ POINTS = 50  # of a training curve
 
 @dataclass(frozen=True)
 class Arm:
-    """Says how the linear layers of the blocks multiply.
+    """Says how the linear layers of the blocks multiply, and how weights are updated.
 
     Attributes:
       recipe: of the quantized blocks; None for bfloat16.
@@ -47,7 +47,7 @@ class Arm:
       method: what the recipe's layers do instead of what ``jnvfp4.linear`` does.
       resets: the spec by which oscillating weights are found and quantized; None leaves them.
       decay: of weights, times the learning rate.
-      cooldown: in which last part of the steps the learning rate falls; None for the cosine of ``lm.train``.
+      cooldown: the last part of the steps, in which the learning rate falls; None for the cosine of ``lm.train``.
     """
 
     recipe: Recipe | None
@@ -77,11 +77,11 @@ class Arm:
         return int(self.branch * config.steps)
 
     def learning_rate(self, step: Array, config: Config) -> Array:
-        """Returns that of a step: a cosine's, or one that is constant after its rise, then falls linearly to zero."""
+        """Returns a step's: by the cosine, or constant after the rise, then falling linearly to zero."""
         if self.cooldown is None:
             return learning_rate(step, config)
         rise, fall = max(1, config.steps // 10), self.cooldown * config.steps
-        return config.peak_lr * jnp.clip(jnp.minimum((step + 1) / rise, (config.steps - step) / fall), 0, 1)
+        return config.peak_lr * jnp.minimum(jnp.minimum((step + 1) / rise, (config.steps - step) / fall), 1)
 
 
 FOUR_OVER_SIX, ROW_FOUR_OVER_SIX, SEARCH = four_over_six(), four_over_six(amax_scope="row"), QuantSpec(select="search")
@@ -112,11 +112,11 @@ ARMS = {
     "row_x_search_w": Arm(replace(PRETRAIN_4OVER6, fprop=recipes.Fprop(ROW_FOUR_OVER_SIX, SEARCH)), seeds=3),
     "hot_16": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(16)),
     "hot_64": Arm(PRETRAIN_4OVER6, seeds=3, method=hot_channels(64)),
-    "bf16_decay": Arm(None, seeds=3, decay=0.3),
+    "bf16_decay": Arm(None, decay=0.3),
     "4over6_decay": Arm(PRETRAIN_4OVER6, seeds=3, decay=0.3),
-    "requantized_decay": Arm(REQUANTIZED, seeds=3, decay=0.3),
-    "bf16_decay_1": Arm(None, seeds=3, decay=1.0),
-    "requantized_decay_1": Arm(REQUANTIZED, seeds=3, decay=1.0),
+    "requantized_decay": Arm(REQUANTIZED, decay=0.3),
+    "bf16_decay_1": Arm(None, decay=1.0),
+    "requantized_decay_1": Arm(REQUANTIZED, decay=1.0),
     "bf16_cooldown": Arm(None, seeds=3, cooldown=0.4),
     "requantized_cooldown": Arm(REQUANTIZED, seeds=3, cooldown=0.4),
     "requantized": Arm(REQUANTIZED, seeds=3),
@@ -137,8 +137,8 @@ ARMS = {
     "w4a16_ending": Arm(ENDING, branch_of="pretrain_4over6", seeds=3),
     "pretrain_4over6_as_w4a16": Arm(ENDING, branch_of="pretrain_4over6", branch=1.0, seeds=3),
     "requantized_as_w4a16": Arm(ENDING, branch_of="requantized", branch=1.0, seeds=3),
-    "requantized_decay_as_w4a16": Arm(ENDING, branch_of="requantized_decay", branch=1.0, seeds=3),
-    "requantized_decay_1_as_w4a16": Arm(ENDING, branch_of="requantized_decay_1", branch=1.0, seeds=3),
+    "requantized_decay_as_w4a16": Arm(ENDING, branch_of="requantized_decay", branch=1.0),
+    "requantized_decay_1_as_w4a16": Arm(ENDING, branch_of="requantized_decay_1", branch=1.0),
     "requantized_ends_bf16_as_bf16": Arm(None, branch_of="requantized_ends_bf16", branch=1.0, seeds=3),
     "two_tensors_ending": Arm(PRETRAIN_4OVER6, branch_of="pretrain_4over6", seeds=3, method=two_tensors),
 }

@@ -51,7 +51,7 @@ import matplotlib.pyplot as plt
 
 PRESETS = {
     "cpu": Config(
-        layers=4,
+        layers=3,
         width=64,
         heads=2,
         kv_heads=2,
