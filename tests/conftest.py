@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
+from scripts import EMITTERS
 
 from jnvfp4._native import load
 
@@ -116,9 +117,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Compiles without LLVM's optimizations, a quarter faster, unless there is a GPU or --optimized is given."""
     if not config.getoption("optimized") and shutil.which("nvidia-smi") is None:
-        os.environ["XLA_FLAGS"] += f" {QUICKLY}"
-        if jax.__version_info__ < (0, 11):  # its default emitters compile for longer; newer versions have no such flag
-            os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] += f" {QUICKLY}{EMITTERS}"
 
 
 @pytest.hookimpl(optionalhook=True)
