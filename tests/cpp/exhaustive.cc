@@ -63,7 +63,7 @@ inline uint32_t magnitude_stochastic_fast(float v) {
 }
 inline uint32_t magnitude_stochastic_by_rule(float v) { return std::isnan(v) ? 7 : stochastic(v); }
 
-uint32_t value_of(uint32_t code, float v) {  // 6 for NaN
+inline uint32_t value_of(uint32_t code, float v) {  // 6 for NaN
   return jnvfp4::bits_of(std::isnan(v) ? std::copysign(6.0f, v) : jnvfp4::e2m1_decode(code));
 }
 inline uint32_t round_fast(float v) { return jnvfp4::bits_of(jnvfp4::e2m1_round(v)); }
@@ -81,7 +81,7 @@ inline uint32_t round_below_7_by_rule(float v) {
 
 // Of the block scale with headroom: whether it is at least what maps the largest magnitude to 6, and at most 17/15 of
 // that (and of a float32 rounding), where it is a normal number. The exact scale is the pattern itself.
-uint32_t scale_with_headroom_fits(float exact) {
+inline uint32_t scale_with_headroom_fits(float exact) {
   jnvfp4::GlobalScale g{};
   g.block_mult = 1.0f;
   const float s = jnvfp4::e4m3_decode(jnvfp4::block_scale(jnvfp4::bits_of(exact), g, jnvfp4::kHeadroom));
